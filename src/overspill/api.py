@@ -1,0 +1,118 @@
+"""The main job from Python: plan, load, offload. The command line is a view of this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from overspill.checkpoint import Checkpoint, open_checkpoint
+from overspill.config import OffloadConfig, Settings, resolve
+from overspill.config.settings import FLAGS
+from overspill.engine import Engine
+from overspill.errors import ConfigError
+from overspill.machine.device import Device
+from overspill.machine.select import select_device
+from overspill.model import hf
+from overspill.model.gguf import generation_config_from_gguf, tokenizer_from_gguf
+from overspill.model.map import context_tokens, map_live, map_model, read_config, resolve_dtype
+from overspill.offload.placed import PlacedModel, place
+from overspill.plan import Plan, make_plan, refuse_device
+
+OffloadDocument = str | Mapping[str, object] | OffloadConfig | None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan with what it takes to carry it out."""
+
+    plan: Plan
+    device: Device
+    checkpoint: Checkpoint
+    settings: Settings
+
+
+def prepare(model: str | Path, settings: Settings, device: Device | None = None) -> Prepared:
+    """Plan `model` from its headers: settings are judged first, then the device, then the files."""
+    device = device or select_device(settings.engine)
+    refuse_device(settings, device)
+    engine = settings.engine
+    checkpoint = open_checkpoint(model, revision=engine.revision)
+    config = read_config(checkpoint, trust_remote_code=engine.trust_remote_code)
+    tokens = context_tokens(config, engine.max_model_len)
+    mapped = map_model(
+        checkpoint,
+        config,
+        resolve_dtype(engine.dtype, checkpoint, config, device.kind),
+        tokens=tokens,
+        sequences=engine.max_num_seqs,
+        trust_remote_code=engine.trust_remote_code,
+    )
+    return Prepared(make_plan(mapped, settings, device, context_tokens=tokens), device, checkpoint, settings)
+
+
+def start(prepared: Prepared, progress: Callable[[int], None] | None = None) -> Engine:
+    """Carry a plan out: load, prove, and give the engine. `progress` hears the bytes read as they arrive."""
+    debug = prepared.settings.engine.debug
+    placed = place(prepared.plan, prepared.device, progress=progress, debug=debug)
+    checkpoint = prepared.checkpoint
+    if checkpoint.format == "gguf":
+        return Engine(placed, tokenizer_from_gguf(checkpoint), generation_config_from_gguf(checkpoint))
+    trust = prepared.settings.engine.trust_remote_code
+    tokenizer = hf.load_tokenizer(checkpoint.folder, trust_remote_code=trust)
+    return Engine(placed, tokenizer, hf.load_generation_config(checkpoint.folder, prepared.plan.model.config))
+
+
+def settings_of(offload_config: OffloadDocument, options: Mapping[str, Any]) -> Settings:
+    """One judged value of a document and keyword options: vLLM's flat fields and the engine's own."""
+    flags = {name: value for name, value in options.items() if name in FLAGS}
+    engine = {name: value for name, value in options.items() if name not in FLAGS and value is not None}
+    return resolve(offload_config, flags, engine)
+
+
+def plan(model: str | Path, offload_config: OffloadDocument = None, **options: Any) -> Plan:
+    """Say what would be where, from the checkpoint's headers alone.
+
+    `model`: a Hugging Face id, a folder, or a .gguf file. `offload_config`: vLLM's OffloadConfig as JSON text or a
+    mapping, with the extension `overspill` (or `vllm_cpp`); None and "" mean no offload. `options`: vLLM's flat fields
+    (`cpu_offload_gb`, `offload_group_size`, …) and the engine's (`device`, `device_memory_bytes`, `dtype`,
+    `max_model_len`, `max_num_seqs`, …; docs/configuration.md). Raises ConfigError before any file is opened,
+    CheckpointError, UnsupportedModelError and CapacityError before any weight is read.
+    """
+    return prepare(model, settings_of(offload_config, options)).plan
+
+
+def load(
+    model: str | Path,
+    offload_config: OffloadDocument = None,
+    *,
+    progress: Callable[[int], None] | None = None,
+    **options: Any,
+) -> Engine:
+    """Plan `model` and carry the plan out; the arguments are `plan`'s. The engine owns all memory."""
+    return start(prepare(model, settings_of(offload_config, options)), progress)
+
+
+def offload(
+    model: nn.Module, offload_config: OffloadDocument, *, tokens: int = 512, **options: Any
+) -> PlacedModel:
+    """Move the weights of a transformers model that the caller built as `offload_config` says.
+
+    `model` is changed in place and stays usable: run it inside `placed.running()`. Its tensors are handed over one by
+    one, so peak memory is the model plus its largest weight. `tokens` is the context that memory is planned for.
+    """
+    settings = settings_of(offload_config, options)
+    if not settings.offload.offloads:
+        raise ConfigError("overspill.offload() was given no offload", hint='for example {"uva": {"cpu_offload_gb": 4}}')
+    device = select_device(settings.engine)
+    refuse_device(settings, device)
+    if any(isinstance(p, torch.Tensor) and p.requires_grad for p in model.parameters()):
+        model.requires_grad_(False)
+    mapped = map_live(model.eval(), tokens=tokens, sequences=settings.engine.max_num_seqs)
+    return place(
+        make_plan(mapped, settings, device, context_tokens=tokens), device, debug=settings.engine.debug
+    )  # fmt: skip

@@ -1,0 +1,48 @@
+"""Noticing that a checkpoint's files changed between their headers being read and their data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from overspill.checkpoint.files import opened
+from overspill.checkpoint.records import Checkpoint
+from overspill.errors import CheckpointError
+
+HASHED_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """Size in bytes, time of last change, and SHA-256 of the first HASHED_BYTES: the header or its start."""
+
+    size: int
+    mtime_ns: int
+    header_hash: str
+
+
+def file_stamp(path: Path) -> FileStamp:
+    """The stamp of `path` as it is now. Raises CheckpointError if it cannot be read."""
+    with opened(path) as file:
+        head = file.read(0, HASHED_BYTES)
+        mtime_ns = path.stat().st_mtime_ns
+        return FileStamp(file.size, mtime_ns, hashlib.sha256(head).hexdigest())
+
+
+def stamps(checkpoint: Checkpoint) -> dict[Path, FileStamp]:
+    """The stamps of all files of `checkpoint`."""
+    return {path: file_stamp(path) for path in checkpoint.files}
+
+
+def verify_unchanged(expected: Mapping[Path, FileStamp]) -> None:
+    """Raises CheckpointError naming the first file that is no longer as `stamps` found it."""
+    for path, before in expected.items():
+        now = file_stamp(path)
+        if now != before:
+            changed = [name for name in FileStamp.__slots__ if getattr(now, name) != getattr(before, name)]
+            raise CheckpointError(
+                f"{path} changed since its header was read ({', '.join(changed)})",
+                hint="wait until nothing writes to the model's files, then start again",
+            )

@@ -1,0 +1,43 @@
+"""What was asked for: vLLM's offload document, the extension, the engine's settings, judged before any I/O.
+
+Imports neither torch nor transformers, so that a wrong setting is told at once.
+"""
+
+from __future__ import annotations
+
+from .document import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig, parse_offload_config
+from .environment import Environment, apply_environment
+from .extension import ExtensionConfig, PlacementOverride, unbuilt_refusals
+from .selectors import WeightName, check_selector, closest, matches
+from .settings import FLAGS, EngineSettings, Settings, read_document, resolve
+from .sizes import GIB, KIB, MIB, TIB, format_bytes, format_gib, parse_bandwidth, parse_bytes, parse_duration
+
+__all__ = [
+    "FLAGS",
+    "GIB",
+    "KIB",
+    "MIB",
+    "TIB",
+    "EngineSettings",
+    "Environment",
+    "ExtensionConfig",
+    "OffloadConfig",
+    "PlacementOverride",
+    "PrefetchOffloadConfig",
+    "Settings",
+    "UVAOffloadConfig",
+    "WeightName",
+    "apply_environment",
+    "check_selector",
+    "closest",
+    "format_bytes",
+    "format_gib",
+    "matches",
+    "parse_bandwidth",
+    "parse_bytes",
+    "parse_duration",
+    "parse_offload_config",
+    "read_document",
+    "resolve",
+    "unbuilt_refusals",
+]

@@ -1,0 +1,202 @@
+"""Everything that was asked for, in one frozen value: document, flags, engine and environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from overspill.errors import ConfigError
+
+from .document import (
+    SUBJECT,
+    OffloadConfig,
+    PrefetchOffloadConfig,
+    UVAOffloadConfig,
+    document_fields,
+    parse_offload_config,
+)
+from .environment import Environment, apply_environment
+from .extension import unbuilt_refusals
+from .refusals import Frozen, did_you_mean, shown, validated
+from .sizes import GIB, parse_bandwidth, parse_bytes, parse_duration
+
+FLAGS: Mapping[str, tuple[str, ...]] = {
+    "offload_backend": ("offload_backend",),
+    "cpu_offload_gb": ("uva", "cpu_offload_gb"),
+    "cpu_offload_params": ("uva", "cpu_offload_params"),
+    "offload_group_size": ("prefetch", "offload_group_size"),
+    "offload_num_in_group": ("prefetch", "offload_num_in_group"),
+    "offload_prefetch_step": ("prefetch", "offload_prefetch_step"),
+    "offload_params": ("prefetch", "offload_params"),
+}
+"""vLLM's flat flags, and where each stands in the document."""
+
+_SECTIONS: Mapping[str, type[UVAOffloadConfig] | type[PrefetchOffloadConfig]] = {
+    "uva": UVAOffloadConfig,
+    "prefetch": PrefetchOffloadConfig,
+}
+
+
+def _text(parse: Callable[..., float], field: str) -> BeforeValidator:
+    def read(value: object) -> object:
+        return parse(value, field=field) if isinstance(value, str) else value
+
+    return BeforeValidator(read)
+
+
+class EngineSettings(Frozen):
+    """What runs the model, and how much of it. Texts with units are read: "2GiB", "16GB/s", "10us"."""
+
+    device: Literal["auto", "cuda", "cpu", "emulated"] = Field(
+        default="auto", description="what computes: auto, cuda, cpu or emulated"
+    )
+    device_memory_bytes: (
+        Annotated[int, _text(parse_bytes, "device_memory_bytes"), Field(gt=0, strict=True)] | None
+    ) = Field(default=None, description="bytes of device memory that may be used")
+    link_bandwidth: (
+        Annotated[
+            float,
+            _text(parse_bandwidth, "link_bandwidth"),
+            Field(gt=0, strict=True, allow_inf_nan=False),
+        ]
+        | None
+    ) = Field(default=None, description="bytes per second of the emulated device's link")
+    link_latency_s: (
+        Annotated[
+            float,
+            _text(parse_duration, "link_latency_s"),
+            Field(ge=0, strict=True, allow_inf_nan=False),
+        ]
+        | None
+    ) = Field(default=None, description="seconds that a copy over the emulated device's link takes to begin")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="what weights are computed in; auto is the checkpoint's own"
+    )
+    max_model_len: Annotated[int, Field(gt=0, strict=True)] | None = Field(
+        default=None, description="tokens of prompt and answer together; absent is the model's own limit"
+    )
+    max_num_seqs: int = Field(default=1, gt=0, strict=True, description="requests computed at the same time")
+    revision: str | None = Field(default=None, description="branch, tag or commit of a hub model")
+    seed: int = Field(default=0, ge=0, lt=2**63, strict=True, description="seed of sampling")
+    trust_remote_code: bool = Field(
+        default=False, strict=True, description="whether a model may bring code of its own"
+    )
+    debug: bool = Field(
+        default=False, strict=True, description="check every access by address and poison released buffers"
+    )
+
+    @model_validator(mode="after")
+    def _fits_device(self) -> Self:
+        if self.device == "cpu" and self.device_memory_bytes is not None:
+            raise ConfigError(
+                f'"device_memory_bytes" is {self.device_memory_bytes}, but the cpu has no memory of its own: '
+                "it computes in host memory",
+                hint='remove it, or use device "emulated" or "cuda"',
+            )
+        for field, value in (
+            ("link_bandwidth", self.link_bandwidth),
+            ("link_latency_s", self.link_latency_s),
+        ):
+            if value is not None and self.device != "emulated":
+                raise ConfigError(
+                    f'"{field}" is {value}, but device is "{self.device}": only the emulated link can be set',
+                    hint=f'use device "emulated", or remove "{field}"',
+                )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What was asked for, judged. `notes` are lines to print once: what won over what."""
+
+    offload: OffloadConfig
+    engine: EngineSettings
+    environment: Environment
+    notes: tuple[str, ...] = ()
+
+
+def resolve(
+    document: str | Mapping[str, object] | OffloadConfig | None = None,
+    flags: Mapping[str, object] | None = None,
+    engine: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Settings:
+    """Judges everything that can be judged without a model. No model file is opened.
+
+    `document` may be `@file`; `flags` are vLLM's flat ones (`FLAGS`) where None is not given; `engine` holds
+    fields of EngineSettings. Raises ConfigError, for a flag and a document that disagree too.
+    """
+    if isinstance(document, str):
+        document = read_document(document)
+    given = {flag: value for flag, value in (flags or {}).items() if value is not None}
+    fields = document_fields(document)
+    if given or not isinstance(document, OffloadConfig):
+        offload = parse_offload_config(_with_flags(fields, given))
+    else:
+        offload = parse_offload_config(document)
+
+    overridden = apply_environment(offload.overspill, environ)
+    if overridden.extension is not None:
+        root = "vllm_cpp" if "vllm_cpp" in fields else "overspill"
+        unbuilt_refusals(overridden.extension, root=root, origins=overridden.origins)
+        offload = offload.model_copy(update={"overspill": overridden.extension})
+    environment = Environment.read(environ)
+    return Settings(
+        offload=offload,
+        engine=validated(EngineSettings, dict(engine or {}), subject="engine settings"),
+        environment=environment,
+        notes=(*overridden.notes, *environment.notes),
+    )
+
+
+def read_document(text: str) -> str:
+    """The text itself, or what the file after `@` holds. Raises ConfigError if that cannot be read."""
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f'{SUBJECT}: cannot read the file "{text[1:]}": {error}',
+            hint="after @ stands the path of a JSON file",
+        ) from error
+
+
+def _with_flags(fields: dict[str, Any], flags: Mapping[str, object]) -> dict[str, Any]:
+    for flag, value in flags.items():
+        if flag not in FLAGS:
+            raise ConfigError(
+                f'unknown offload flag "{flag}" (expected one of: {" ".join(FLAGS)})',
+                hint=did_you_mean(flag, FLAGS),
+            )
+        if flag == "cpu_offload_gb" and isinstance(value, str):
+            value = parse_bytes(value, bare="GiB", field=flag) / GIB
+        *section, key = FLAGS[flag]
+        holder = fields.setdefault(section[0], {}) if section else fields
+        if not isinstance(holder, dict):
+            break  # a section that is no object: the document is refused whole
+        if key in holder and not _agree(section, key, holder[key], value):
+            raise ConfigError(
+                f'"{".".join(FLAGS[flag])}" is {shown(holder[key])} in the offload document, but the flag '
+                f"--{flag.replace('_', '-')} says {shown(value)}",
+                hint="give it in one of the two places",
+            )
+        holder[key] = value
+    return fields
+
+
+def _agree(section: list[str], key: str, stated: object, flag: object) -> bool:
+    """Whether both mean the same value, whatever their spelling (4 and 4.0, a list in another order)."""
+    if not section:
+        return stated == flag
+    model = _SECTIONS[section[0]]
+    meanings = [
+        getattr(validated(model, {key: value}, subject=SUBJECT, at=tuple(section)), key)
+        for value in (stated, flag)
+    ]
+    return bool(meanings[0] == meanings[1])

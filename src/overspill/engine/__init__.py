@@ -1,0 +1,6 @@
+"""Generation."""
+
+from overspill.engine.engine import Engine
+from overspill.engine.sampling import Completion, SamplingParams, Step
+
+__all__ = ["Completion", "Engine", "SamplingParams", "Step"]

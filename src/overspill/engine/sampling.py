@@ -1,0 +1,71 @@
+"""How tokens are chosen, and what came out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from overspill.errors import ConfigError
+from overspill.machine.device import LinkTraffic
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """One request's settings. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 cut nothing."""
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, fine, bound in (
+            ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature, 0.0 <= self.temperature < float("inf"), "a number of at least 0"),
+            ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("top_k", self.top_k, self.top_k >= 0, "at least 0"),
+        ):
+            if not fine:
+                raise ConfigError(f"{name} is {value}", hint=f"{name} must be {bound}")
+        if self.temperature == 0.0 and (self.top_p != 1.0 or self.top_k != 0):
+            raise ConfigError(
+                "top_p or top_k is given, but temperature 0 always takes the likeliest token",
+                hint="a temperature above 0, or neither of them",
+            )
+
+    def generation_arguments(self) -> dict[str, Any]:
+        """The same for transformers' `generate`; every field is stated, so no model's default wins in silence."""
+        greedy = self.temperature == 0.0
+        return {
+            "max_new_tokens": self.max_tokens,
+            "do_sample": not greedy,
+            "temperature": 1.0 if greedy else self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "num_beams": 1,
+            "repetition_penalty": 1.0,
+        }
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass: `tokens` positions computed, in `seconds`, with what the link carried meanwhile."""
+
+    tokens: int
+    seconds: float
+    traffic: LinkTraffic
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a request gave. `logits` is float32 [generated tokens, vocabulary], where it was asked for."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    steps: list[Step] = field(default_factory=list, repr=False)
+    logits: torch.Tensor | None = field(default=None, repr=False)

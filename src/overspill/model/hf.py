@@ -1,0 +1,222 @@
+"""Every contact with transformers' less public functions, pinned by tests/model/test_hf.py.
+
+Written against transformers 5.17 to 5.24. What is used and is not documented as public: the conversion mapping
+(`get_model_conversion_mapping`, `rename_source_key`, `WeightConverter`, which PEFT uses too), the rebuilding of
+buffers (`_initialize_missing_keys`), the dtype plan, the experts registry, and the class that marks decoder layers.
+GGUF's tables are in hf_gguf.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from overspill.errors import UnsupportedModelError
+
+DecoderLayer = GradientCheckpointingLayer
+
+
+def load_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The model's configuration. UnsupportedModelError where transformers does not know the architecture."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModelError(
+            f"{folder}: transformers cannot read this model's configuration: {error}",
+            hint="a folder needs a config.json whose model_type this transformers knows; "
+            "custom code runs only with --trust-remote-code",
+        ) from error
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The folder's tokenizer, or None where it has none (a model made by a test)."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+    if not any((folder / name).is_file() for name in names):
+        return None
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def load_generation_config(folder: Path, config: PretrainedConfig) -> GenerationConfig:
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_model_config(config)
+
+
+def build_skeleton(
+    config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> nn.Module:
+    """The model with every parameter and buffer on meta, in the dtypes that `from_pretrained` would give them."""
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=trust_remote_code
+            )
+    except (ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
+        raise UnsupportedModelError(
+            f"{type(config).__name__}: transformers cannot build a causal language model from this: {error}",
+            hint="overspill runs what AutoModelForCausalLM builds",
+        ) from error
+    plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
+    for name, parameter in model.named_parameters():
+        for pattern, kept in plan.items():
+            if re.search(rf"(^|\.){pattern}(\.|$)".replace("*", r"\d+"), name) and parameter.dtype != kept:
+                owner, _, attribute = name.rpartition(".")
+                replaced = nn.Parameter(parameter.data.to(kept), requires_grad=False)
+                setattr(model.get_submodule(owner), attribute, replaced)
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
+
+
+def non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that no checkpoint holds (rotary frequencies): (full name, tensor)."""
+    yield from model.named_non_persistent_buffers()  # type: ignore[operator]
+
+
+def rebuild_buffers(model: nn.Module) -> None:
+    """Give the buffers that no checkpoint holds their values, on the CPU; everything else stays as it is."""
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    for name, buffer in list(non_persistent_buffers(model)):
+        owner, _, attribute = name.rpartition(".")
+        if buffer.device.type == "meta":
+            setattr(model.get_submodule(owner), attribute, torch.empty_like(buffer, device="cpu"))
+    model._initialize_missing_keys(is_quantized=False)  # type: ignore[operator]
+
+
+def ignored_missing(model: nn.Module, name: str) -> bool:
+    """Whether transformers itself allows this parameter or buffer to be absent from a checkpoint."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def ignored_unexpected(model: nn.Module, name: str) -> bool:
+    """Whether transformers itself passes over this checkpoint tensor (an extra prediction head, an old buffer)."""
+    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"]
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+@dataclass
+class ConversionGroup:
+    """Checkpoint tensors that transformers turns into one or more parameters together.
+
+    `sources` are checkpoint names by transformers' pattern, in the order in which the operations take them.
+    """
+
+    target: str
+    converter: WeightConverter
+    sources: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        return [name for names in self.sources.values() for name in names]
+
+    @property
+    def operations(self) -> list[tuple[str, int | None]]:
+        """(class name, dimension) of each operation."""
+        return [(type(op).__name__, getattr(op, "dim", None)) for op in self.converter.operations]
+
+    def convert(self, model: nn.Module, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Parameters by full name; `read` gives a checkpoint tensor by its name (meta tensors show the shapes)."""
+        converter = deepcopy(self.converter)
+        for pattern, names in self.sources.items():
+            for name in names:
+                converter.add_tensor(self.target, name, pattern, read(name))
+        return {
+            name: tensor[0] if isinstance(tensor, list) else tensor
+            for name, tensor in converter.convert(self.target, model=model, config=model.config).items()
+        }
+
+
+def map_checkpoint_names(
+    model: nn.Module, names: Iterable[str]
+) -> tuple[dict[str, str], list[ConversionGroup], list[str]]:
+    """Where each checkpoint tensor goes: (parameter -> its one tensor, groups to convert, names that go nowhere)."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    skeleton = model.state_dict()
+    prefix = model.base_model_prefix
+    renamed: dict[str, str] = {}
+    groups: dict[str, ConversionGroup] = {}
+    nowhere: list[str] = []
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, skeleton)
+        if target not in skeleton and name in skeleton:
+            target, pattern = rename_source_key(name, [], [], prefix, skeleton)
+        if target not in skeleton:
+            nowhere.append(name)
+        elif pattern is None:
+            renamed[target] = name
+        else:
+            group = groups.setdefault(target, ConversionGroup(target, by_pattern[pattern]))
+            group.sources.setdefault(pattern, []).append(name)
+    return renamed, list(groups.values()), nowhere
+
+
+def set_experts_implementation(model: nn.Module, name: str) -> None:
+    """Choose how routed experts are computed, where the architecture goes through transformers' experts interface."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation(name)
+
+
+@contextmanager
+def observed_experts(model: nn.Module, see: Callable[[nn.Module, int], None]) -> Iterator[None]:
+    """Within this, routed experts are not computed: `see(experts module, experts per token)` is called instead."""
+
+    def observe(
+        experts: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        see(experts, index.shape[-1])
+        return torch.empty_like(hidden)
+
+    ALL_EXPERTS_FUNCTIONS.register("overspill_observe", observe)
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    chosen = {key: getattr(config, "_experts_implementation", None) for key, config in configs.items()}
+    try:
+        set_experts_implementation(model, "overspill_observe")
+        yield
+    finally:
+        for key, config in configs.items():
+            if hasattr(config, "_experts_implementation"):
+                config._experts_implementation = chosen[key]
+
+
+def cache_of(output: Any) -> Any:
+    """The cache that a forward pass returned, whatever this architecture calls it; None without one."""
+    for name in ("past_key_values", "cache", "cache_params", "mems"):
+        if (cache := getattr(output, name, None)) is not None:
+            return cache
+    return None
+
+
+def tensors_in(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:
+    """Every tensor that a cache object holds, also in its layers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item, depth - 1)
+    elif depth and hasattr(value, "__dict__") and "cache" in type(value).__module__ + type(value).__name__.lower():
+        yield from tensors_in(vars(value), depth - 1)

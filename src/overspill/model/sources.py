@@ -1,0 +1,127 @@
+"""Where a parameter's bytes come from: extents of checkpoint files, a conversion of some tensors, or live memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from overspill.checkpoint.records import Extent, TensorRecord
+from overspill.errors import CheckpointError
+from overspill.model.hf import ConversionGroup
+
+
+@dataclass(frozen=True)
+class Extents:
+    """The parameter's bytes as they lie in the files, in `dtype`; together the extents fill it without a gap."""
+
+    extents: tuple[Extent, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Conversion:
+    """Parameters made from whole checkpoint tensors: read `records`, then `run` gives each of `targets`.
+
+    `run` takes raw uint8 tensors, one for each record in order; the results are new memory in any float dtype.
+    """
+
+    records: tuple[TensorRecord, ...]
+    targets: tuple[str, ...]
+    run: Callable[[Sequence[torch.Tensor]], Mapping[str, torch.Tensor]]
+    why: str
+
+
+@dataclass(eq=False)
+class Live:
+    """A tensor that is already in memory (`overspill.offload` of a model that the caller built)."""
+
+    tensor: torch.Tensor | None
+
+    def release(self) -> torch.Tensor:
+        """Hand the tensor over, so that it is freed when it has been placed."""
+        assert self.tensor is not None, "a live weight is placed once"
+        tensor, self.tensor = self.tensor, None
+        return tensor
+
+
+Source = Extents | Conversion | Live
+
+
+def torch_dtype(record: TensorRecord) -> torch.dtype:
+    dtype = getattr(torch, record.encoding.name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"{record.extent.file}: tensor {record.name} is stored as {record.encoding.name}, "
+            "which torch has no dtype for"
+        )
+    return dtype
+
+
+def decode(record: TensorRecord, raw: torch.Tensor) -> torch.Tensor:
+    """A dense record's tensor over its raw bytes (uint8 [nbytes]); a view."""
+    return raw.view(torch_dtype(record)).view(record.shape)
+
+
+def single(record: TensorRecord) -> Extents:
+    """The source of a parameter that is one checkpoint tensor as it lies."""
+    return Extents((record.extent,), torch_dtype(record))
+
+
+def converted(
+    group: ConversionGroup, records: Mapping[str, TensorRecord], model: nn.Module
+) -> dict[str, Source]:
+    """The sources of a conversion group's parameters, by full name.
+
+    Stacked and concatenated tensors become extents, so that a fused parameter, or one expert of it, can be read from
+    the original files straight into place. What a conversion really transforms stays a `Conversion`.
+    """
+    members = [records[name] for name in group.names]
+    shapes = group.convert(model, lambda name: _meta(records[name]))
+    if len(shapes) == 1:
+        (name, shape) = next(iter(shapes.items()))
+        extents = _stacked_extents(group, records)
+        if extents is not None and len({record.encoding for record in members}) == 1:
+            assert sum(e.length for e in extents) == math.prod(shape.shape) * shape.element_size()
+            return {name: Extents(extents, torch_dtype(members[0]))}
+
+    def run(raw: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        tensors = {record.name: decode(record, data) for record, data in zip(members, raw, strict=True)}
+        return group.convert(model, tensors.__getitem__)
+
+    operations = ", ".join(f"{name}({'' if dim is None else dim})" for name, dim in group.operations)
+    conversion = Conversion(tuple(members), tuple(shapes), run, operations)
+    return dict.fromkeys(shapes, conversion)
+
+
+def _meta(record: TensorRecord) -> torch.Tensor:
+    return torch.empty(record.shape, dtype=torch_dtype(record), device="meta")
+
+
+def _stacked_extents(
+    group: ConversionGroup, records: Mapping[str, TensorRecord]
+) -> tuple[Extent, ...] | None:
+    """Extents in the fused parameter where the operations only lay whole tensors one after the other.
+
+    [MergeModulelist(0)] stacks E tensors: [E, *]. [MergeModulelist(0), Concatenate(1)] joins several such stacks
+    expert by expert: [E, a+b, *]. [Concatenate(0)] joins tensors end to end.
+    """
+    columns = [[records[name] for name in names] for names in group.sources.values()]
+    if group.operations == [("MergeModulelist", 0)] and len(columns) == 1:
+        order = columns[0]
+    elif group.operations == [("MergeModulelist", 0), ("Concatenate", 1)]:
+        if len({len(column) for column in columns}) != 1:
+            return None
+        order = [record for row in zip(*columns, strict=True) for record in row]
+    elif group.operations == [("Concatenate", 0)] and all(len(column) == 1 for column in columns):
+        order = [column[0] for column in columns]
+    else:
+        return None
+    extents, at = [], 0
+    for record in order:
+        extents.append(replace(record.extent, at=at))
+        at += record.nbytes
+    return tuple(extents)

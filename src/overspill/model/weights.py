@@ -1,0 +1,175 @@
+"""What a model is made of, seen by weights: each with its role, its layer, its bytes and what a step reads of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from overspill.config.selectors import WeightName
+from overspill.machine.arena import tensor_bytes
+from overspill.model.sources import Source
+from overspill.model.stacks import Stack
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from overspill.checkpoint import Checkpoint, FileStamp
+    from overspill.model.trace import Trace
+
+
+class Role(StrEnum):
+    """What a weight is; design.md's words."""
+
+    ATTENTION = "attention"
+    DENSE_MLP = "dense_mlp"
+    ROUTED_EXPERT = "routed_expert"
+    SHARED_EXPERT = "shared_expert"
+    ROUTER = "router"
+    NORM = "norm"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    TOWER = "tower"
+    BUFFER = "buffer"
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A block of routed experts: `top_k` of `experts` are chosen per token."""
+
+    experts: int
+    top_k: int
+
+    def touched(self, tokens: int) -> float:
+        """The share of the experts that a step over `tokens` tokens is expected to read: 1-(1-k/E)^b."""
+        return 1.0 - (1.0 - self.top_k / self.experts) ** tokens
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter, or one buffer that a checkpoint holds. Tied names are one weight: `name` and `aliases`.
+
+    `read_outside`: another module than its layer reads it, so a ring buffer cannot hold it.
+    """
+
+    name: WeightName
+    role: Role
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: Source
+    aliases: tuple[str, ...] = ()
+    routing: Routing | None = None
+    rows_only: bool = False
+    read_outside: bool = False
+
+    @property
+    def full(self) -> str:
+        return self.name.full
+
+    @property
+    def names(self) -> tuple[WeightName, ...]:
+        """Its name, and its tied names (which lie outside any layer)."""
+        return (self.name, *(WeightName(alias, None, None, None) for alias in self.aliases))
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self.shape, self.dtype)
+
+    def step_bytes(self, tokens: int) -> float:
+        """Bytes that one step over `tokens` tokens reads of this weight where it lies; expected, for experts."""
+        if self.rows_only:
+            return self.nbytes / self.shape[0] * min(tokens, self.shape[0])
+        if self.routing is not None:
+            return self.nbytes * self.routing.touched(tokens)
+        return float(self.nbytes)
+
+
+@dataclass(frozen=True)
+class ModelMap:
+    """Every weight of a model in declaration order, and what a pass over it does. No tensor data has been read.
+
+    `skeleton` has all its parameters on meta; the loader fills it. `stamps` tell whether a file has changed since.
+    """
+
+    architecture: str
+    config: PretrainedConfig
+    skeleton: nn.Module
+    weights: tuple[Weight, ...]
+    stacks: tuple[Stack, ...]
+    trace: Trace
+    checkpoint: Checkpoint | None
+    stamps: Mapping[Path, FileStamp] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights)
+
+    def __iter__(self) -> Iterator[Weight]:
+        return iter(self.weights)
+
+    def position(self, weight: Weight) -> int:
+        """Its place in declaration order."""
+        return self._positions[weight.full]
+
+    @cached_property
+    def _positions(self) -> Mapping[str, int]:
+        return {weight.full: position for position, weight in enumerate(self.weights)}
+
+
+def name_in_stacks(full: str, stacks: Iterable[Stack]) -> WeightName:
+    """`full` with its stack, layer number and the rest of the name below the layer, where it lies in a stack."""
+    for stack in stacks:
+        if (match := re.fullmatch(rf"{re.escape(stack.path)}\.(\d+)\.(.+)", full)) is not None:
+            return WeightName(full, match[2], stack.path, int(match[1]), tower=stack.tower)
+    return WeightName(full, None, None, None)
+
+
+_ROLE_BY_WORD: tuple[tuple[str, Role], ...] = (
+    (r"shared_experts?(_gate)?|shared_mlp", Role.SHARED_EXPERT),
+    (r"experts?", Role.ROUTED_EXPERT),
+    (r"router|gate|gate_inp|e_score_correction_bias", Role.ROUTER),
+    (r".*norm(_?\w+)?|ln_\w+|layernorm", Role.NORM),
+    (r".*attn.*|.*attention.*|mixer|mamba|ssm|temporal_block|conv", Role.ATTENTION),
+    (r"mlp|ffn|feed_forward|ff|block_sparse_moe|moe|fc\d?|dense_.*|w[123]", Role.DENSE_MLP),
+)
+
+
+def role_of(model: nn.Module, name: WeightName, aliases: Iterable[str], routed_modules: Iterable[str]) -> Role:
+    """A weight's role, from where it hangs in the model and what its path's segments are called."""
+    names = {name.full, *aliases}
+    owners = {n.rpartition(".")[0] for n in names}
+    embedding, head = _module_path(model, "get_input_embeddings"), _module_path(model, "get_output_embeddings")
+    if head in owners:
+        return Role.HEAD
+    if embedding in owners:
+        return Role.EMBEDDING
+    if name.tower:
+        return Role.TOWER
+    if any(name.full.startswith(f"{module}.") for module in routed_modules):
+        return Role.ROUTED_EXPERT
+    owner = model.get_submodule(name.full.rpartition(".")[0])
+    if "norm" in type(owner).__name__.lower():
+        return Role.NORM
+    segments = (name.relative or name.full).split(".")
+    for pattern, role in _ROLE_BY_WORD:
+        if any(re.fullmatch(pattern, segment) for segment in segments):
+            return role
+    return Role.EMBEDDING if isinstance(owner, nn.Embedding) else Role.OTHER
+
+
+def _module_path(model: nn.Module, getter: str) -> str | None:
+    get: Any = getattr(model, getter, None)
+    try:
+        module = get() if callable(get) else None
+    except NotImplementedError:  # transformers' answer of a model without such a module
+        return None
+    return next((path for path, m in model.named_modules() if m is module), None) if module is not None else None

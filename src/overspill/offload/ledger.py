@@ -1,0 +1,166 @@
+"""What is where and what it took: every parameter's storage is walked after load and held against the plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from overspill.config import format_bytes
+from overspill.errors import PlacementDefect
+from overspill.machine.arena import Block
+from overspill.machine.device import Device
+from overspill.plan import Access, Placement, Plan, Tier
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One weight as it lies in memory. `address` is where the model reads it, `host_address` its host copy."""
+
+    name: str
+    tier: Tier
+    access: Access
+    bytes: int
+    address: int
+    host_address: int | None = None
+
+
+@dataclass(frozen=True)
+class BlockEntry:
+    """One allocation: what was asked for and what the allocator took."""
+
+    purpose: str
+    tier: Tier
+    requested_bytes: int
+    allocated_bytes: int
+    pinned: bool
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The proof that the plan happened; made by `take_ledger`, which raises PlacementDefect where it did not."""
+
+    entries: tuple[Entry, ...]
+    blocks: tuple[BlockEntry, ...]
+    read_bytes: int
+    load_seconds: float
+
+    def bytes_on(self, tier: Tier) -> int:
+        return sum(entry.bytes for entry in self.entries if entry.tier is tier)
+
+    def allocated_on(self, tier: Tier) -> int:
+        return sum(block.allocated_bytes for block in self.blocks if block.tier is tier)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def take_ledger(
+    model: nn.Module,
+    plan: Plan,
+    blocks: Mapping[str, Block],
+    hosts: Mapping[str, torch.Tensor],
+    device: Device,
+    *,
+    read_bytes: int,
+    load_seconds: float,
+) -> Ledger:
+    """Walk `model` and hold every weight against `plan`.
+
+    `blocks` are the allocations by purpose ("weights", "buffer_pool", "host"), `hosts` the host copies by weight name.
+    Raises PlacementDefect, naming the weights, where tier, bytes or address differ from the plan, where a weight is
+    missing from the walk, or where the plan offloads and nothing was consulted.
+    """
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors.update(model.named_buffers(remove_duplicate=False))
+    wrong: list[str] = []
+    entries: list[Entry] = []
+    for placement in plan.placements:
+        name = placement.weight.full
+        for alias in (name, *placement.weight.aliases):
+            if (fault := _fault(tensors.get(alias), placement, blocks, hosts, device)) is not None:
+                wrong.append(f"{alias}: {fault}")
+        if name in tensors and tensors[name].device.type != "meta":
+            host = hosts.get(name)
+            entries.append(
+                Entry(
+                    name,
+                    placement.tier,
+                    placement.access,
+                    placement.weight.nbytes,
+                    tensors[name].data_ptr(),
+                    host.data_ptr() if host is not None else None,
+                )
+            )
+    planned = {name for p in plan.placements for name in (p.weight.full, *p.weight.aliases)}
+    for name, tensor in tensors.items():
+        if name not in planned and not (_is_rebuilt_buffer(model, name) and _inside(tensor, blocks["weights"])):
+            wrong.append(f"{name}: in the model but not in the plan")
+    if plan.backend is not None and not any(entry.tier is Tier.HOST for entry in entries):
+        wrong.append(f"the plan offloads with {plan.backend}, and no weight was consulted")
+    if wrong:
+        raise PlacementDefect(
+            "memory is not what the plan says:\n  " + "\n  ".join(wrong[:20]),
+            hint="this is a defect of overspill; please report it with the output of `overspill plan --json`",
+        )
+    tiers = Counter({"weights": Tier.DEVICE, "buffer_pool": Tier.DEVICE, "host": Tier.HOST})
+    return Ledger(
+        tuple(entries),
+        tuple(
+            BlockEntry(purpose, tiers[purpose], b.requested_bytes, b.allocated_bytes, b.pinned)
+            for purpose, b in blocks.items()
+        ),
+        read_bytes,
+        load_seconds,
+    )
+
+
+def _fault(
+    tensor: torch.Tensor | None,
+    placement: Placement,
+    blocks: Mapping[str, Block],
+    hosts: Mapping[str, torch.Tensor],
+    device: Device,
+) -> str | None:
+    weight = placement.weight
+    if tensor is None:
+        return "missing from the model"
+    if tensor.device.type == "meta":
+        return "still on the meta device, without a value"
+    if (tensor.numel() * tensor.element_size(), tensor.dtype) != (weight.nbytes, weight.dtype):
+        return f"{tensor.numel() * tensor.element_size()} bytes of {tensor.dtype}, planned {weight.nbytes} of {weight.dtype}"
+    if weight.nbytes == 0:
+        return None
+    if placement.access is Access.RESIDENT:
+        return None if _inside(tensor, blocks["weights"]) else "not in the device's weight block"
+    host = hosts.get(weight.full)
+    if host is None or not _inside(host, blocks["host"]):
+        return "its host copy is not in the host block"
+    if placement.access is Access.ZERO_COPY:
+        if device.host_address(tensor) != host.data_ptr():
+            return "the device's view is not over its host copy"
+        return None
+    return None if _inside(tensor, blocks["buffer_pool"]) else "not in a ring buffer"
+
+
+def _inside(tensor: torch.Tensor, block: Block) -> bool:
+    start, nbytes = block.data.data_ptr(), block.data.numel()
+    return (
+        tensor.numel() == 0
+        or start <= tensor.data_ptr() <= tensor.data_ptr() + tensor.numel() * tensor.element_size() <= start + nbytes
+    )
+
+
+def _is_rebuilt_buffer(model: nn.Module, name: str) -> bool:
+    owner, _, attribute = name.rpartition(".")
+    return attribute in model.get_submodule(owner)._non_persistent_buffers_set
+
+
+def describe(ledger: Ledger) -> str:
+    """One line for the log."""
+    host = ledger.bytes_on(Tier.HOST)
+    return f"{format_bytes(ledger.bytes_on(Tier.DEVICE))} on the device, {format_bytes(host)} in host memory"

@@ -1,0 +1,147 @@
+"""A model placed as its plan says: memory laid out, filled, handed to the modules, and proved."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from overspill.machine.arena import Arena, Block, packed_bytes
+from overspill.machine.device import Device
+from overspill.model.hf import rebuild_buffers, set_experts_implementation
+from overspill.model.weights import Role, Weight
+from overspill.offload.ledger import Ledger, take_ledger
+from overspill.offload.loader import Progress, fill
+from overspill.offload.prefetch import Prefetcher, offsets
+from overspill.plan import Access, Plan, Tier
+
+logger = logging.getLogger("overspill")
+
+
+@dataclass
+class PlacedModel:
+    """A transformers model that runs, its plan, and the proof. It owns all blocks; dropping it frees them."""
+
+    model: nn.Module
+    plan: Plan
+    ledger: Ledger
+    device: Device
+    prefetcher: Prefetcher | None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run forward passes inside this."""
+        with torch.no_grad(), self.device.execution():
+            yield
+
+
+def place(plan: Plan, device: Device, *, progress: Progress | None = None, debug: bool = False) -> PlacedModel:
+    """Load `plan.model` as planned and prove it.
+
+    Raises CheckpointError, DeviceOutOfMemoryError, or PlacementDefect (ours). `debug` poisons released ring buffers.
+    """
+    started = time.perf_counter()
+    model = plan.model.skeleton
+    if plan.model.checkpoint is not None:
+        rebuild_buffers(model)
+    blocks, targets, prefetcher = _lay_out(plan, device, model, debug=debug)
+    device.reserve("kv_cache", plan.memory.kv_cache_bytes or 0)
+    read_bytes = fill(targets, plan.model, device, progress=progress)
+    for placement in plan.placements:
+        weight, tensor = placement.weight, targets[placement.weight.full]
+        if placement.access is Access.ZERO_COPY:
+            tensor = device.zero_copy(tensor)
+        elif placement.access is Access.PREFETCH:
+            assert prefetcher is not None
+            continue
+        _assign(model, weight, tensor)
+    if prefetcher is not None:
+        for index, layer in enumerate(prefetcher.ring.layers):
+            for weight, offset in zip(layer.weights, offsets(layer), strict=True):
+                _assign(model, weight, prefetcher.view(index, offset, weight.shape, weight.dtype))
+        prefetcher.install(model)
+    if device.kind != "cuda":  # the loop over chosen experts reads only those; torch's grouped product reads all
+        set_experts_implementation(model, "eager")
+    device.synchronize()
+    hosts = {p.weight.full: targets[p.weight.full] for p in plan.on(Tier.HOST)}
+    ledger = take_ledger(
+        model, plan, blocks, hosts, device, read_bytes=read_bytes, load_seconds=time.perf_counter() - started
+    )
+    _say(plan, ledger)
+    return PlacedModel(model, plan, ledger, device, prefetcher)
+
+
+def _lay_out(
+    plan: Plan, device: Device, model: nn.Module, *, debug: bool
+) -> tuple[dict[str, Block], dict[str, torch.Tensor], Prefetcher | None]:
+    """Allocate what the plan says, cut every weight's place, and move the rebuilt buffers in."""
+    resident = [p.weight for p in plan.on(Tier.DEVICE)]
+    blocks = {"weights": device.allocate(plan.memory.weights_bytes, "weights")}
+    device_arena = Arena(blocks["weights"])
+    targets = {weight.full: device_arena.take(weight.shape, weight.dtype) for weight in resident}
+    planned = {name for p in plan.placements for name in (p.weight.full, *p.weight.aliases)}
+    for name, buffer in list(model.named_buffers()):
+        if name not in planned:
+            moved = device_arena.take(buffer.shape, buffer.dtype)
+            device.upload(moved, buffer.contiguous())
+            owner, _, attribute = name.rpartition(".")
+            model.get_submodule(owner)._buffers[attribute] = moved
+    prefetcher = None
+    ring = plan.ring
+    ring_weights = [weight for layer in ring.layers for weight in layer.weights] if ring is not None else []
+    in_ring = {weight.full for weight in ring_weights}
+    on_host = [*ring_weights, *(p.weight for p in plan.on(Tier.HOST) if p.weight.full not in in_ring)]
+    if on_host:
+        nbytes = packed_bytes(weight.nbytes for weight in on_host)
+        blocks["host"] = device.allocate_host(nbytes, pinned=plan.pinned)
+        host_arena = Arena(blocks["host"])
+        if ring is not None:
+            blocks["buffer_pool"] = device.allocate(ring.pool_bytes, "buffer_pool")
+            layer_host = []
+            for layer in ring.layers:
+                start = host_arena.used_bytes
+                for weight in layer.weights:
+                    targets[weight.full] = host_arena.take(weight.shape, weight.dtype)
+                layer_host.append(blocks["host"].data[start : start + layer.nbytes])
+            prefetcher = Prefetcher(ring, blocks["buffer_pool"].data, layer_host, device, poison=debug)
+        for weight in on_host:
+            if weight.full not in in_ring:
+                targets[weight.full] = host_arena.take(weight.shape, weight.dtype)
+    return blocks, targets, prefetcher
+
+
+def _assign(model: nn.Module, weight: Weight, tensor: torch.Tensor) -> None:
+    """Make `tensor` the parameter (or buffer) under all of the weight's names: one object, as tying wants it."""
+    value = tensor if weight.role is Role.BUFFER else nn.Parameter(tensor, requires_grad=False)
+    for name in (weight.full, *weight.aliases):
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        (module._buffers if weight.role is Role.BUFFER else module._parameters)[attribute] = value
+
+
+def _say(plan: Plan, ledger: Ledger) -> None:
+    """The lines that operators of vLLM already look for, in vLLM's words."""
+    if plan.backend == "uva":
+        logger.info("Offloader set to UVAOffloader")
+        logger.info("Total CPU offloaded parameters: %.2f GiB", ledger.bytes_on(Tier.HOST) / (1 << 30))
+    elif plan.backend == "prefetch":
+        assert plan.ring is not None
+        logger.info("Offloader set to PrefetchOffloader")
+        logger.info(
+            "[PrefetchOffloader] Initialized %d modules. Total GPU memory saved: %.4f GB, "
+            "Static buffer pool: %.4f GB (prefetch_step=%d)",
+            len(plan.ring.layers),
+            plan.saved_bytes / 1e9,
+            plan.ring.pool_bytes / 1e9,
+            plan.ring.step,
+        )
+    logger.info(
+        "Model loading took %.2f GiB memory and %.6f seconds",
+        ledger.allocated_on(Tier.DEVICE) / (1 << 30),
+        ledger.load_seconds,
+    )

@@ -1,0 +1,173 @@
+"""A plan: for every weight where it will be, how it is reached, and why; and what that will take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from overspill.machine.arena import packed_bytes
+from overspill.machine.device import Link
+from overspill.model.weights import ModelMap, Weight
+
+
+class Tier(StrEnum):
+    """Where a weight lives."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class Access(StrEnum):
+    """How a layer gets a weight: it is there, is read across the link at each use, or is copied ahead."""
+
+    RESIDENT = "resident"
+    ZERO_COPY = "zero_copy"
+    PREFETCH = "prefetch"
+
+
+@dataclass(frozen=True)
+class Placement:
+    weight: Weight
+    tier: Tier
+    access: Access
+    reason: str
+
+
+@dataclass(frozen=True)
+class RingLayer:
+    """A layer whose host weights are copied as one run of bytes; `weights` lie in it in this order, 64-byte aligned."""
+
+    stack: str
+    number: int
+    weights: tuple[Weight, ...]
+
+    @property
+    def path(self) -> str:
+        return f"{self.stack}.{self.number}"
+
+    @property
+    def nbytes(self) -> int:
+        return packed_bytes(weight.nbytes for weight in self.weights)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """`step` device buffers, each as large as the largest of `layers` (in the order in which they run).
+
+    With `look_ahead` False nothing is copied before the layer that needs it runs.
+    """
+
+    layers: tuple[RingLayer, ...]
+    step: int
+    look_ahead: bool = True
+
+    @property
+    def buffer_bytes(self) -> int:
+        return max(layer.nbytes for layer in self.layers)
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.step * self.buffer_bytes
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes that cross the link in one pass over the model."""
+        return sum(layer.nbytes for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """Bytes by purpose. Working memory is that of a prompt pass at the full length; None where it is not known."""
+
+    weights_bytes: int
+    buffer_pool_bytes: int
+    kv_cache_bytes: int | None
+    working_bytes: int | None
+    host_bytes: int
+    available_device_bytes: int
+    available_host_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        return (
+            self.weights_bytes
+            + self.buffer_pool_bytes
+            + (self.kv_cache_bytes or 0)
+            + (self.working_bytes or 0)
+        )
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """What the link must carry in a step that decodes `tokens` tokens at once, and the least time that takes.
+
+    `link_floor_s` is a floor, not a prediction: zero-copy adds it to the computing, prefetch overlaps with it.
+    """
+
+    tokens: int
+    zero_copy_bytes: float
+    prefetch_bytes: int
+    transfers: int
+    link: Link | None
+
+    @property
+    def link_bytes(self) -> float:
+        return self.zero_copy_bytes + self.prefetch_bytes
+
+    @property
+    def link_floor_s(self) -> float | None:
+        if self.link is None:
+            return None
+        return self.link.bandwidth and self.link_bytes / self.link.bandwidth + self.transfers * self.link.latency_s
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be where. `notes` are said once; `backend` is None where nothing is offloaded.
+
+    `buffers_bytes` are rebuilt buffers that no checkpoint holds; they are part of the device's weights.
+    """
+
+    model: ModelMap
+    backend: str | None
+    order: str
+    device_kind: str
+    device_name: str
+    context_tokens: int
+    sequences: int
+    placements: tuple[Placement, ...]
+    ring: Ring | None
+    pinned: bool
+    memory: MemoryForecast
+    step: StepForecast
+    buffers_bytes: int
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    _by_name: Mapping[str, Placement] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {p.weight.full: p for p in self.placements})
+
+    def of(self, name: str) -> Placement:
+        return self._by_name[name]
+
+    def on(self, tier: Tier) -> list[Placement]:
+        return [p for p in self.placements if p.tier is tier]
+
+    def bytes_by_access(self) -> Counter[Access]:
+        total: Counter[Access] = Counter()
+        for placement in self.placements:
+            total[placement.access] += placement.weight.nbytes
+        return total
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Useful bytes off the device (what was asked for)."""
+        return sum(p.weight.nbytes for p in self.on(Tier.HOST))
+
+    @property
+    def saved_bytes(self) -> int:
+        """Device bytes that the offload frees, the buffer pool subtracted."""
+        return self.offloaded_bytes - self.memory.buffer_pool_bytes

@@ -1,0 +1,164 @@
+"""From what was asked, what the model is and what the machine can hold, to the plan; refusals before any byte is read."""
+
+from __future__ import annotations
+
+from overspill.config import Settings, format_bytes
+from overspill.errors import CapacityError, ConfigError
+from overspill.machine.arena import packed_bytes, page_bytes
+from overspill.machine.device import Device
+from overspill.machine.memory import host_available_bytes
+from overspill.model.map import conversions
+from overspill.model.weights import ModelMap, Weight
+from overspill.plan.placement import Access, MemoryForecast, Placement, Plan, StepForecast, Tier
+from overspill.plan.policy import Choice, choose
+
+
+def refuse_device(settings: Settings, device: Device) -> None:
+    """Offload to host memory on a device whose memory is the host's own; needs no model."""
+    if settings.offload.offloads and device.unified:
+        raise ConfigError(
+            f"{device.name}: host memory is this device's own memory, so a weight moved there would free nothing "
+            f"(asked: {settings.offload.resolved_backend})",
+            hint="take the offload settings away, or try them with --device emulated",
+        )
+
+
+def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_tokens: int) -> Plan:
+    """Place every weight of `model`. Nothing is allocated.
+
+    Raises ConfigError where the settings move nothing or name nothing, CapacityError where the device or the host
+    does not hold what the plan would place there.
+    """
+    refuse_device(settings, device)
+    environment = settings.environment
+    pinned = not environment.disable_pin_memory
+    zero_copy = pinned and not environment.disable_uva
+    choice = choose(model, settings.offload, zero_copy=zero_copy)
+    placements = tuple(_place(weight, choice) for weight in model)
+    buffers_bytes = _rebuilt_buffer_bytes(model)
+    plan = Plan(
+        model=model,
+        backend=settings.offload.resolved_backend,
+        order=_order(settings),
+        device_kind=device.kind,
+        device_name=device.name,
+        context_tokens=context_tokens,
+        sequences=settings.engine.max_num_seqs,
+        placements=placements,
+        ring=choice.ring,
+        pinned=pinned and device.kind == "cuda",
+        memory=_memory(model, placements, choice, buffers_bytes, device),
+        step=_step(placements, choice, settings.engine.max_num_seqs, device),
+        buffers_bytes=buffers_bytes,
+        notes=(*settings.notes, *choice.notes, *_model_notes(model, settings, zero_copy)),
+        warnings=choice.warnings,
+    )
+    _refuse_capacity(plan, settings)
+    return plan
+
+
+def _order(settings: Settings) -> str:
+    extension = settings.offload.overspill
+    return (extension.order if extension is not None else None) or "traffic"
+
+
+def _place(weight: Weight, choice: Choice) -> Placement:
+    if weight.full in choice.moved:
+        access, reason = choice.moved[weight.full]
+        return Placement(weight, Tier.HOST, access, reason)
+    return Placement(weight, Tier.DEVICE, Access.RESIDENT, "not offloaded")
+
+
+def _rebuilt_buffer_bytes(model: ModelMap) -> int:
+    held = {name for weight in model for name in (weight.full, *weight.aliases)}
+    return packed_bytes(
+        buffer.numel() * buffer.element_size()
+        for name, buffer in model.skeleton.named_buffers()
+        if name not in held
+    )
+
+
+def _memory(
+    model: ModelMap, placements: tuple[Placement, ...], choice: Choice, buffers_bytes: int, device: Device
+) -> MemoryForecast:
+    sizes = {
+        tier: packed_bytes(p.weight.nbytes for p in placements if p.tier is tier) for tier in (Tier.DEVICE, Tier.HOST)
+    }
+    traced = model.trace if model.trace.failure is None else None
+    return MemoryForecast(
+        weights_bytes=sizes[Tier.DEVICE] + buffers_bytes,
+        buffer_pool_bytes=choice.ring.pool_bytes if choice.ring is not None else 0,
+        kv_cache_bytes=traced.kv_cache_bytes if traced is not None else None,
+        working_bytes=traced.working_bytes if traced is not None else None,
+        host_bytes=page_bytes(sizes[Tier.HOST]) if sizes[Tier.HOST] else 0,
+        available_device_bytes=device.memory_bytes,
+        available_host_bytes=host_available_bytes(),
+    )
+
+
+def _step(placements: tuple[Placement, ...], choice: Choice, tokens: int, device: Device) -> StepForecast:
+    zero_copy = [p.weight for p in placements if p.access is Access.ZERO_COPY]
+    return StepForecast(
+        tokens=tokens,
+        zero_copy_bytes=sum(weight.step_bytes(tokens) for weight in zero_copy),
+        prefetch_bytes=choice.ring.pass_bytes if choice.ring is not None else 0,
+        transfers=len(zero_copy) + (len(choice.ring.layers) if choice.ring is not None else 0),
+        link=device.link,
+    )
+
+
+def _model_notes(model: ModelMap, settings: Settings, zero_copy: bool) -> list[str]:
+    notes = []
+    if decoded := conversions(model.weights):
+        operations = sorted({why for _, why in decoded})
+        total = sum(weight.nbytes for weight, _ in decoded)
+        notes.append(
+            f"{len(decoded)} weights ({format_bytes(total)}) are transformed while loading: {', '.join(operations)}"
+        )
+    if model.unused:
+        notes.append(f"{len(model.unused)} checkpoint tensors are not part of this architecture: {_few(model.unused)}")
+    if model.trace.failure is not None:
+        notes.append(
+            "the architecture could not be traced, so KV cache and working memory are not forecast "
+            f"({model.trace.failure})"
+        )
+    if settings.offload.resolved_backend == "uva" and not zero_copy:
+        environment = settings.environment
+        name = "PIN_MEMORY" if environment.disable_pin_memory else "UVA"
+        notes.append(f"VLLM_WEIGHT_OFFLOADING_DISABLE_{name}=1: host memory is not read in place by the device")
+    return notes
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _refuse_capacity(plan: Plan, settings: Settings) -> None:
+    memory = plan.memory
+    if memory.host_bytes > memory.available_host_bytes:
+        raise CapacityError(
+            f"host memory: the plan places {format_bytes(memory.host_bytes)} there, "
+            f"{format_bytes(memory.available_host_bytes)} are available (the control group's limit included)",
+            hint="offload less, or raise the limit",
+        )
+    extension = settings.offload.overspill
+    stated = extension.device_fit.weight_budget_bytes if extension is not None and extension.device_fit else None
+    if stated == 0:  # vllm.cpp's meaning: no verdict before loading
+        return
+    limit = memory.available_device_bytes if stated is None else stated
+    if stated is not None:
+        needed, what = memory.weights_bytes + memory.buffer_pool_bytes, "weights and buffer pool"
+    else:
+        needed, what = memory.device_bytes - (memory.working_bytes or 0), "weights, buffer pool and KV cache"
+    if needed > limit:
+        missing = needed - limit
+        largest = max((p.weight for p in plan.on(Tier.DEVICE)), key=lambda w: w.nbytes)
+        raise CapacityError(
+            f"{plan.device_name}: {what} need {format_bytes(needed)} of device memory "
+            f"(weights {format_bytes(memory.weights_bytes)}, buffer pool {format_bytes(memory.buffer_pool_bytes)}, "
+            f"KV cache {format_bytes(memory.kv_cache_bytes or 0)} for {plan.sequences} x {plan.context_tokens} tokens; "
+            f"the largest weight is {largest.full}, {format_bytes(largest.nbytes)}), the limit is {format_bytes(limit)}",
+            hint=f"offload {format_bytes(missing)} more (--cpu-offload-gb "
+            f"{(plan.offloaded_bytes + missing) / (1 << 30) + 0.005:.2f}), "
+            "or allow fewer or shorter sequences (--max-num-seqs, --max-model-len)",
+        )

@@ -1,0 +1,187 @@
+"""Which weights leave the device: budget and order for `uva`, the group rule for `prefetch`, selectors for both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from overspill.config import OffloadConfig, check_selector, closest, format_bytes, matches
+from overspill.errors import ConfigError
+from overspill.model.weights import ModelMap, Role, Weight
+from overspill.plan.placement import Access, Ring, RingLayer
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Weights that leave the device, each with its access and why; the ring, where there is one."""
+
+    moved: dict[str, tuple[Access, str]]
+    ring: Ring | None = None
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def choose(model: ModelMap, offload: OffloadConfig, *, zero_copy: bool) -> Choice:
+    """What `offload` asks of this model. `zero_copy` False: the device cannot read host memory, or must not."""
+    backend = offload.resolved_backend
+    if backend == "prefetch":
+        return _prefetch(model, offload)
+    if backend == "uva":
+        order = offload.overspill.order if offload.overspill is not None else None
+        return _budget(model, offload, order or "traffic", zero_copy=zero_copy)
+    return Choice({})
+
+
+# -- uva: a budget -------------------------------------------------------------------------------------------------
+
+
+def _budget(model: ModelMap, offload: OffloadConfig, order: str, *, zero_copy: bool) -> Choice:
+    budget = int(offload.uva.cpu_offload_gb * GIB)
+    eligible = [w for w in model if w.role is not Role.BUFFER and w.nbytes > 0]
+    if order == "declaration" or not zero_copy:  # vLLM reaches the layers only; a staged copy is made layer by layer
+        eligible = [w for w in eligible if w.name.stack is not None]
+    if not zero_copy:
+        eligible = [w for w in eligible if not w.read_outside and not w.name.tower]
+    eligible = _selected(eligible, offload.uva.cpu_offload_params, "cpu_offload_params")
+    if order == "traffic":
+        eligible = sorted(eligible, key=lambda w: (w.step_bytes(1) / w.nbytes, -w.nbytes))
+    moved: dict[str, tuple[Access, str]] = {}
+    total = 0
+    for weight in eligible:
+        if total >= budget:  # tested before each weight: the last one may overshoot by its whole size, as in vLLM
+            break
+        access = Access.ZERO_COPY if zero_copy else Access.PREFETCH
+        moved[weight.full] = (access, _why_budget(weight, order))
+        total += weight.nbytes
+    if not moved:
+        raise ConfigError(
+            "cpu_offload_gb: no weight of this model can leave the device under these settings",
+            hint="take away cpu_offload_params, or the budget",
+        )
+    warnings = []
+    if total < budget:
+        warnings.append(
+            f"cpu_offload_gb asks for {format_bytes(budget)} but only {format_bytes(total)} of eligible weights exist; "
+            "all of them are offloaded"
+        )
+    notes = [f"{len(moved)} weights, {format_bytes(total)}, fill the budget of {format_bytes(budget)}"]
+    if total > budget:
+        notes[0] += f" (the last one overshoots it by {format_bytes(total - budget)})"
+    if zero_copy:
+        return Choice(moved, None, tuple(notes), tuple(warnings))
+    layers = _ring_layers(model, [w for w in eligible if w.full in moved])
+    notes.append(
+        "without zero-copy each layer's weights are copied when the layer runs, into one buffer, with no overlap"
+    )
+    return Choice(moved, Ring(layers, step=1, look_ahead=False), tuple(notes), tuple(warnings))
+
+
+def _why_budget(weight: Weight, order: str) -> str:
+    if order == "declaration":
+        return "budget, in declaration order"
+    if weight.rows_only:
+        return "budget: a step reads only the rows it looks up"
+    if weight.routing is not None:
+        return f"budget: a token reads {weight.routing.top_k} of {weight.routing.experts} experts"
+    return "budget: read whole each step, largest first"
+
+
+# -- prefetch: groups of layers --------------------------------------------------------------------------------------
+
+
+def _prefetch(model: ModelMap, offload: OffloadConfig) -> Choice:
+    settings = offload.prefetch
+    size, num, step = settings.offload_group_size, settings.offload_num_in_group, settings.offload_prefetch_step
+    decoder = next(stack for stack in model.stacks if not stack.tower)
+    chosen = [n for n in range(decoder.layers) if n % size >= size - num]
+    if not chosen:
+        raise ConfigError(
+            f"offload_group_size {size} with offload_num_in_group {num} selects none of the {decoder.layers} layers "
+            f"of {decoder.path}",
+            hint=f"an offload_group_size of at most {decoder.layers}",
+        )
+    inside = [w for w in model if w.name.stack == decoder.path and w.role is not Role.BUFFER and w.nbytes > 0]
+    inside = _selected(inside, settings.offload_params, "offload_params")
+    repeated = _layers_not_run_once(model, decoder.path)
+    notes: list[str] = []
+    warnings: list[str] = []
+    if skipped := sorted(repeated & set(chosen)):
+        notes.append(f"layers {skipped} of {decoder.path} stay resident: a pass does not run each of them exactly once")
+    if outside := [w.full for w in inside if w.read_outside and w.name.layer in chosen]:
+        notes.append(f"read outside their layer, so resident: {', '.join(outside)}")
+    kept = [w for w in inside if w.name.layer in chosen and w.name.layer not in repeated and not w.read_outside]
+    layers = _ring_layers(model, kept)
+    if not layers:
+        raise ConfigError(
+            f"offload_params select no weight in the layers that the group rule names ({decoder.path} {chosen})",
+            hint="another offload_group_size, or other offload_params",
+        )
+    ring = Ring(layers, step)
+    if step >= len(layers):
+        raise ConfigError(
+            f"offload_prefetch_step ({step}) is not smaller than the {len(layers)} offloaded layers: every layer would "
+            "own a device buffer and nothing would be saved",
+            hint=f"an offload_prefetch_step of at most {len(layers) - 1}"
+            if len(layers) > 1
+            else "a smaller offload_group_size, so that more layers share the buffers",
+        )
+    if ring.pass_bytes <= ring.pool_bytes:
+        raise ConfigError(
+            f"prefetch would offload {format_bytes(ring.pass_bytes)} and take {format_bytes(ring.pool_bytes)} of buffers: "
+            "nothing is saved",
+            hint="a smaller offload_prefetch_step, or more layers",
+        )
+    if step < num:
+        warnings.append(
+            f"offload_prefetch_step ({step}) is smaller than offload_num_in_group ({num}): offloaded layers follow each "
+            f"other, and the copy of one can start only when the one {step} before it has run; "
+            f"a step of {num} overlaps them"
+        )
+    reason = f"group rule: layer mod {size} >= {size - num}"
+    moved = {w.full: (Access.PREFETCH, reason) for layer in layers for w in layer.weights}
+    return Choice(moved, ring, tuple(notes), tuple(warnings))
+
+
+def _layers_not_run_once(model: ModelMap, stack: str) -> set[int]:
+    """Layers of a traced model that a pass runs twice or not at all; a ring could not hold them."""
+    order = [number for path, number in model.trace.layer_order if path == stack]
+    if not order:
+        return set()
+    layers = next(s.layers for s in model.stacks if s.path == stack)
+    return {number for number in range(layers) if order.count(number) != 1}
+
+
+def _ring_layers(model: ModelMap, weights: Sequence[Weight]) -> tuple[RingLayer, ...]:
+    """The weights by layer, in the order in which the layers run."""
+    by_layer: dict[tuple[str, int], list[Weight]] = {}
+    for weight in sorted(weights, key=lambda w: model.position(w)):
+        assert weight.name.stack is not None
+        assert weight.name.layer is not None
+        by_layer.setdefault((weight.name.stack, weight.name.layer), []).append(weight)
+    order = {layer: i for i, layer in enumerate(model.trace.layer_order)}
+    keys = sorted(by_layer, key=lambda key: (order.get(key, len(order)), key[0], key[1]))
+    return tuple(RingLayer(stack, number, tuple(by_layer[stack, number])) for stack, number in keys)
+
+
+# -- selectors -------------------------------------------------------------------------------------------------------
+
+
+def _selected(weights: Sequence[Weight], selectors: Iterable[str], field: str) -> list[Weight]:
+    """The weights that any selector matches (all, without selectors); ConfigError where one matches none."""
+    selectors = sorted(selectors)
+    if not selectors:
+        return list(weights)
+    kept: set[str] = set()
+    for selector in selectors:
+        check_selector(selector)
+        hits = {w.full for w in weights if any(matches(selector, name) for name in w.names)}
+        if not hits:
+            near = closest(selector, [w.name for w in weights])
+            raise ConfigError(
+                f"{field}: {selector!r} matches no weight of this model",
+                hint=f"the closest names are {', '.join(near)}" if near else "see `overspill plan --json` for the names",
+            )
+        kept |= hits
+    return [w for w in weights if w.full in kept]

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from overspill.config import (
+    ExtensionConfig,
+    OffloadConfig,
+    PlacementOverride,
+    parse_offload_config,
+    unbuilt_refusals,
+)
+from overspill.config.extension import MAX_N_CPU_MOE
+from overspill.errors import ConfigError
+
+EVERYTHING: dict[str, Any] = {
+    "mmap": {"enabled": True, "prefault": False},
+    "expert_stream": {"enabled": True, "slots": 4000, "slot_bytes": 1 << 20},
+    "device_fit": {"weight_budget_bytes": 0},
+    "placement": {
+        "overrides": [{"pattern": r"\.ffn_(up|down)_exps", "device": "cpu"}],
+        "cpu_moe": True,
+        "n_cpu_moe": 40,
+        "fit": False,
+    },
+    "order": "declaration",
+}
+
+
+def parsed(extension: Any, root: str = "overspill") -> ExtensionConfig:
+    config = parse_offload_config({"uva": {"cpu_offload_gb": 1}, root: extension})
+    assert config.overspill is not None
+    return config.overspill
+
+
+@pytest.mark.parametrize("root", ["overspill", "vllm_cpp"])
+def test_the_whole_schema_under_both_names(root: str) -> None:
+    extension = parsed(EVERYTHING, root)
+    assert extension.model_dump(mode="json") == EVERYTHING
+    assert extension.placement.overrides == (
+        PlacementOverride(pattern=r"\.ffn_(up|down)_exps", device="cpu"),
+    )
+
+
+def test_both_names_at_once_are_refused() -> None:
+    with pytest.raises(ConfigError, match='"overspill" and "vllm_cpp" are two names of one object'):
+        parse_offload_config({"overspill": {}, "vllm_cpp": {}})
+
+
+def test_absent_is_none_and_an_empty_list_is_not_absent() -> None:
+    extension = parsed({"mmap": {"enabled": None}, "placement": {"overrides": []}})
+    assert (extension.mmap.enabled, extension.expert_stream.slots) == (None, None)
+    assert extension.device_fit.weight_budget_bytes is None
+    assert extension.placement.overrides == ()
+    assert parsed({}).placement.overrides is None
+
+
+@pytest.mark.parametrize(
+    ("extension", "message"),
+    [
+        ({"mmap": {"enabled": 1}}, '"overspill.mmap.enabled" must be a boolean'),
+        ({"mmap": {"prefault": "true"}}, '"overspill.mmap.prefault" must be a boolean'),
+        ({"mmap": True}, '"overspill.mmap" must be a JSON object'),
+        ([], '"overspill" must be a JSON object'),
+        ({"expert_stream": {"slots": 1.0}}, '"overspill.expert_stream.slots" must be an integer'),
+        ({"expert_stream": {"slots": True}}, '"overspill.expert_stream.slots" must be an integer'),
+        ({"expert_stream": {"slots": 0}}, '"overspill.expert_stream.slots" must be positive (got 0)'),
+        (
+            {"expert_stream": {"slot_bytes": -5}},
+            '"overspill.expert_stream.slot_bytes" must be positive (got -5)',
+        ),
+        (
+            {"device_fit": {"weight_budget_bytes": -1}},
+            '"overspill.device_fit.weight_budget_bytes" must not be negative (got -1); 0 means "suppress the '
+            'device-fit refusal"',
+        ),
+        ({"placement": {"overrides": {}}}, '"overspill.placement.overrides" must be an array of objects'),
+        (
+            {"placement": {"overrides": ["x=cpu"]}},
+            '"overspill.placement.overrides[0]" must be an object with "pattern" and "device"',
+        ),
+        (
+            {"placement": {"overrides": [None]}},
+            '"overspill.placement.overrides[0]" must be an object with "pattern" and "device"',
+        ),
+        (
+            {"placement": {"overrides": [{"device": "cpu"}]}},
+            '"overspill.placement.overrides[0].pattern" must be a non-empty string',
+        ),
+        (
+            {"placement": {"overrides": [{"pattern": "x", "device": ""}]}},
+            '"overspill.placement.overrides[0].device" must be a non-empty string',
+        ),
+        (
+            {
+                "placement": {
+                    "overrides": [{"pattern": "x", "device": "cpu"}, {"pattern": "(", "device": "cpu"}]
+                }
+            },
+            '"overspill.placement.overrides[1].pattern" is not a valid regex: missing ), unterminated subpattern',
+        ),
+        (
+            {"placement": {"overrides": [{"pattern": "{x}", "device": "gpu"}]}},
+            '"overspill.placement.overrides[0].device" is "gpu", which is not a device (expected one of: cpu cuda '
+            "emulated)",
+        ),
+        ({"placement": {"n_cpu_moe": -1}}, '"overspill.placement.n_cpu_moe" must not be negative (got -1)'),
+        (
+            {"placement": {"n_cpu_moe": MAX_N_CPU_MOE + 1}},
+            '"overspill.placement.n_cpu_moe" is 4097, above the bound of 4096; each layer costs one override, so a '
+            "mistyped value would build the list until the process died",
+        ),
+        (
+            {"placement": {"fit": True, "n_cpu_moe": 3}},
+            '"overspill.placement.fit" cannot be combined with a manual placement ("overrides", "cpu_moe" or '
+            '"n_cpu_moe"); the resolver would have to override what the operator asked for',
+        ),
+        ({"order": "size"}, "\"overspill.order\" is \"size\": Input should be 'traffic' or 'declaration'"),
+    ],
+)
+def test_messages(extension: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(extension)
+    assert caught.value.message.startswith(f"offload config: {message}")
+    with pytest.raises(ConfigError) as caught:
+        parsed(extension, root="vllm_cpp")
+    assert caught.value.message.startswith(f"offload config: {message}".replace('"overspill', '"vllm_cpp'))
+
+
+def test_fit_beside_a_placement_that_asks_for_nothing() -> None:
+    assert parsed(
+        {"placement": {"fit": True, "overrides": [], "cpu_moe": False, "n_cpu_moe": 0}}
+    ).placement.fit
+
+
+@pytest.mark.parametrize(
+    ("extension", "path"),
+    [
+        ({"mmap": {"enabled": True}}, "mmap.enabled"),
+        ({"mmap": {"prefault": False}}, "mmap.prefault"),
+        ({"expert_stream": {"enabled": True}}, "expert_stream.enabled"),
+        ({"expert_stream": {"slots": 64}}, "expert_stream.slots"),
+        ({"expert_stream": {"slot_bytes": 64}}, "expert_stream.slot_bytes"),
+        ({"placement": {"overrides": [{"pattern": "x", "device": "cpu"}]}}, "placement.overrides"),
+        ({"placement": {"cpu_moe": True}}, "placement.cpu_moe"),
+        ({"placement": {"n_cpu_moe": 1}}, "placement.n_cpu_moe"),
+        ({"placement": {"fit": True}}, "placement.fit"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(extension: dict[str, Any], path: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        unbuilt_refusals(parsed(extension))
+    assert caught.value.message.startswith(
+        f'"overspill.{path}" is understood but not built in this version: '
+    )
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("remove it")
+
+
+def test_everything_unbuilt_is_told_at_once_and_by_what_set_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        unbuilt_refusals(parsed(EVERYTHING), root="vllm_cpp", origins={"placement.cpu_moe": "VT_CPU_MOE=1"})
+    lines = caught.value.message.splitlines()
+    assert len(lines) == 8
+    assert any(line.startswith('VT_CPU_MOE=1 ("vllm_cpp.placement.cpu_moe") is understood') for line in lines)
+
+
+def test_what_asks_for_nothing_is_accepted() -> None:
+    unbuilt_refusals(ExtensionConfig())
+    unbuilt_refusals(
+        parsed(
+            {
+                "mmap": {"enabled": False},
+                "expert_stream": {"enabled": False, "slots": 64, "slot_bytes": 64},
+                "device_fit": {"weight_budget_bytes": 1 << 30},
+                "placement": {"overrides": [], "cpu_moe": False, "n_cpu_moe": 0, "fit": False},
+                "order": "declaration",
+            }
+        )
+    )
+
+
+def test_defaults_are_spelled_by_a_config_without_extension() -> None:
+    assert OffloadConfig().extension == ExtensionConfig()
