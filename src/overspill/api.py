@@ -107,7 +107,9 @@ def offload(
     """
     settings = settings_of(offload_config, options)
     if not settings.offload.offloads:
-        raise ConfigError("overspill.offload() was given no offload", hint='for example {"uva": {"cpu_offload_gb": 4}}')
+        raise ConfigError(
+            "overspill.offload() was given no offload", hint='for example {"uva": {"cpu_offload_gb": 4}}'
+        )
     device = select_device(settings.engine)
     refuse_device(settings, device)
     if any(isinstance(p, torch.Tensor) and p.requires_grad for p in model.parameters()):

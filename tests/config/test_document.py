@@ -72,7 +72,8 @@ def test_nothing_asked_for_is_vllms_default(document: Any) -> None:
         ),
         (
             prefetch(offload_group_size=2, offload_prefetch_step=0),
-            "offload_prefetch_step (0) must be >= 1 when prefetch offloading is enabled (offload_group_size > 0)",
+            "offload_prefetch_step (0) must be >= 1 when prefetch offloading is enabled "
+            "(offload_group_size > 0)",
         ),
         ({"offload_backend": "disk"}, "Input should be 'auto', 'uva' or 'prefetch'"),
         (uva(cpu_offload_gb=True), "Input should be a valid number"),

@@ -98,18 +98,19 @@ def test_absent_is_none_and_an_empty_list_is_not_absent() -> None:
                     "overrides": [{"pattern": "x", "device": "cpu"}, {"pattern": "(", "device": "cpu"}]
                 }
             },
-            '"overspill.placement.overrides[1].pattern" is not a valid regex: missing ), unterminated subpattern',
+            '"overspill.placement.overrides[1].pattern" is not a valid regex: missing ), '
+            "unterminated subpattern",
         ),
         (
             {"placement": {"overrides": [{"pattern": "{x}", "device": "gpu"}]}},
-            '"overspill.placement.overrides[0].device" is "gpu", which is not a device (expected one of: cpu cuda '
-            "emulated)",
+            '"overspill.placement.overrides[0].device" is "gpu", which is not a device (expected one of: '
+            "cpu cuda emulated)",
         ),
         ({"placement": {"n_cpu_moe": -1}}, '"overspill.placement.n_cpu_moe" must not be negative (got -1)'),
         (
             {"placement": {"n_cpu_moe": MAX_N_CPU_MOE + 1}},
-            '"overspill.placement.n_cpu_moe" is 4097, above the bound of 4096; each layer costs one override, so a '
-            "mistyped value would build the list until the process died",
+            '"overspill.placement.n_cpu_moe" is 4097, above the bound of 4096; each layer costs one '
+            "override, so a mistyped value would build the list until the process died",
         ),
         (
             {"placement": {"fit": True, "n_cpu_moe": 3}},

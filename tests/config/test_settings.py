@@ -182,6 +182,7 @@ def test_engine_settings_read_their_units() -> None:
             "max_model_len": 4096,
             "max_num_seqs": 8,
             "revision": None,
+            "seed": None,
         }
     ).engine
     assert (engine.device_memory_bytes, engine.link_bandwidth, engine.link_latency_s) == (2 * GIB, 16e9, 1e-5)

@@ -128,12 +128,12 @@ def resolve(
 ) -> Settings:
     """Judges everything that can be judged without a model. No model file is opened.
 
-    `document` may be `@file`; `flags` are vLLM's flat ones (`FLAGS`) where None is not given; `engine` holds
-    fields of EngineSettings. Raises ConfigError, for a flag and a document that disagree too.
+    `document` may be `@file`; `flags` are the flat ones (`FLAGS`); `engine` holds EngineSettings fields.
+    In both None means not given. Raises ConfigError, also for a flag and a document that disagree.
     """
     if isinstance(document, str):
         document = read_document(document)
-    given = {flag: value for flag, value in (flags or {}).items() if value is not None}
+    given = _given(flags)
     fields = document_fields(document)
     if given or not isinstance(document, OffloadConfig):
         offload = parse_offload_config(_with_flags(fields, given))
@@ -148,7 +148,7 @@ def resolve(
     environment = Environment.read(environ)
     return Settings(
         offload=offload,
-        engine=validated(EngineSettings, dict(engine or {}), subject="engine settings"),
+        engine=validated(EngineSettings, _given(engine), subject="engine settings"),
         environment=environment,
         notes=(*overridden.notes, *environment.notes),
     )
@@ -165,6 +165,10 @@ def read_document(text: str) -> str:
             f'{SUBJECT}: cannot read the file "{text[1:]}": {error}',
             hint="after @ stands the path of a JSON file",
         ) from error
+
+
+def _given(options: Mapping[str, object] | None) -> dict[str, object]:
+    return {name: value for name, value in (options or {}).items() if value is not None}
 
 
 def _with_flags(fields: dict[str, Any], flags: Mapping[str, object]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -77,20 +78,17 @@ class Engine:
         device = self.placed.device
         recorder = _Recorder(self, on_text)
         torch.manual_seed(params.seed)
+        config = deepcopy(self.generation_config)
+        config.update(**params.generation_arguments(), output_logits=logits, pad_token_id=self._pad_token())
+        if ignore_eos:
+            config.eos_token_id = None
+        inputs = device.to_device(torch.tensor([ids]))
         with self.placed.running():
-            inputs = device.to_device(torch.tensor([ids]))
-            arguments: dict[str, Any] = params.generation_arguments()
-            if ignore_eos:
-                arguments["eos_token_id"] = None
             output: Any = self.placed.model.generate(  # type: ignore[operator]
                 inputs,
                 attention_mask=torch.ones_like(inputs),
-                generation_config=self.generation_config,
+                generation_config=config,
                 streamer=recorder,
-                output_logits=logits,
-                return_dict_in_generate=True,
-                pad_token_id=self._pad_token(),
-                **arguments,
             )
             device.synchronize()
             scores = torch.stack([step[0].float().cpu() for step in output.logits]) if logits else None

@@ -24,7 +24,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, value, fine, bound in (
             ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature, 0.0 <= self.temperature < float("inf"), "a number of at least 0"),
+            (
+                "temperature",
+                self.temperature,
+                0.0 <= self.temperature < float("inf"),
+                "a number of at least 0",
+            ),
             ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("top_k", self.top_k, self.top_k >= 0, "at least 0"),
         ):
@@ -44,9 +49,11 @@ class SamplingParams:
             "do_sample": not greedy,
             "temperature": 1.0 if greedy else self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k,
+            "top_k": self.top_k or (50 if greedy else 0),  # greedy: transformers' own default, which is not used
             "num_beams": 1,
             "repetition_penalty": 1.0,
+            "use_cache": True,
+            "return_dict_in_generate": True,
         }
 
 

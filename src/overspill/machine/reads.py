@@ -1,10 +1,10 @@
 """Reading extents of checkpoint files into memory, past the page cache, several requests at a time.
 
-Buffered reads cost a core of their own and fill the page cache with what is read once; a mapped file is charged
-to whoever touches it and thrashes once it exceeds memory. So files are opened with O_DIRECT and read in large
-aligned requests by a few threads (`os.preadv` releases the GIL): into the destination itself where its address
-and the extent's offset lie alike, else into a staging buffer and from there by memmove. Where a file system
-refuses O_DIRECT the same requests are buffered, and what they leave in the page cache is dropped.
+Buffered reads cost a core of their own and fill the page cache with what is read once; a mapped file is
+charged to whoever touches it and thrashes once it exceeds memory. So files are opened with O_DIRECT and read
+in large requests by a few threads (`os.preadv` releases the GIL), into the destination itself where alignment
+allows, else into a staging buffer and on from there. Where a file system refuses O_DIRECT the same requests
+are buffered, and what they leave in the page cache is dropped.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from operator import attrgetter
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
@@ -27,50 +27,14 @@ from typing import NamedTuple, Self
 
 from overspill.checkpoint.records import Extent
 from overspill.errors import CheckpointError
+from overspill.machine.read_requests import ALIGNMENT, Piece, Request, plan_requests, round_down, round_up
 
-ALIGNMENT = 4096
-# A gap is read through where skipping it would cost a request of its own.
-GAP_BYTES = 64 << 10
 # Requests are made smaller than a chunk to occupy all threads, but not smaller than this.
 MIN_REQUEST_BYTES = 512 << 10
 # A copy shorter than this is done sooner than the GIL is given up and had back.
 GIL_FREE_BYTES = 64 << 10
+HUGE_PAGE_BYTES = 2 << 20
 _DIRECT_REFUSED = frozenset({errno.EINVAL, errno.ENOTSUP})
-
-
-class _Piece(NamedTuple):
-    """An extent and where it goes: `view`, writable bytes at `address`."""
-
-    extent: Extent
-    view: memoryview
-    address: int
-
-
-class _Part(NamedTuple):
-    """Bytes `begin` to `end` of the file, which lie in `piece`."""
-
-    begin: int
-    end: int
-    piece: _Piece
-
-
-@dataclass(slots=True)
-class _Request:
-    """`length` bytes at `offset` of a file, aligned both, read in one go.
-
-    With a `target` they land there; else in a staging buffer, from which the parts are copied.
-    """
-
-    path: Path
-    offset: int
-    length: int
-    parts: list[_Part] = field(default_factory=list)
-    target: memoryview | None = None
-
-    @property
-    def wanted_end(self) -> int:
-        """The end of what anyone needs of it: a file may end before the request does."""
-        return max(part.end for part in self.parts)
 
 
 class _Staging(NamedTuple):
@@ -87,9 +51,9 @@ class _OpenFile:
 class FileReader:
     """Fills memory from extents of files, with `threads` requests of up to `chunk_bytes` in flight.
 
-    Its own memory is `threads` staging buffers of `chunk_bytes`. Files stay open, and buffers reserved, until
-    `close`. `read` may be called from several threads. `bytes_read` counts what came from the files, gaps and
-    alignment included, in `requests` reads; `direct` is False once a file system refused O_DIRECT.
+    Its own memory is `threads` staging buffers of `chunk_bytes`. Files stay open until `close`. `read` may be
+    called from several threads. `bytes_read` counts what came from the files, gaps and alignment included, in
+    `requests` reads; `direct` is False once a file system refused O_DIRECT.
     """
 
     def __init__(self, threads: int = 4, chunk_bytes: int = 4 << 20, direct: bool = True) -> None:
@@ -99,6 +63,7 @@ class FileReader:
         self.direct = direct
         self.bytes_read = 0
         self.requests = 0
+        self._try_direct = direct
         self._threads = threads
         self._chunk_bytes = chunk_bytes
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="overspill-read")
@@ -106,8 +71,7 @@ class FileReader:
         self._files: dict[Path, _OpenFile] = {}
         self._staging: SimpleQueue[_Staging] = SimpleQueue()
         for _ in range(threads):
-            buffer = mmap.mmap(-1, chunk_bytes)
-            self._staging.put(_Staging(memoryview(buffer), _address(buffer)))
+            self._staging.put(_staging_buffer(chunk_bytes))
 
     def __enter__(self) -> Self:
         return self
@@ -118,11 +82,12 @@ class FileReader:
         self.close()
 
     def close(self) -> None:
-        """Waits for reads in flight and closes the files."""
+        """Waits for reads in flight, closes the files and frees the staging buffers."""
         self._pool.shutdown()
         for file in self._files.values():
             os.close(file.fd)
         self._files.clear()
+        self._staging = SimpleQueue()
 
     def read(
         self,
@@ -131,20 +96,13 @@ class FileReader:
     ) -> None:
         """Fills every view, as long as its extent, with the extent's bytes.
 
-        The views are the caller's and must stay until this returns. `progress` is called on the caller's thread
-        with the bytes that arrived since its last call. Raises CheckpointError, after all threads came to rest,
-        for a file that cannot be read or ends too early; the views may be filled in part by then.
+        The views are the caller's and must stay until this returns. `progress` is called on the caller's
+        thread with the bytes that arrived since its last call. Raises CheckpointError, once all threads came
+        to rest, for a file that cannot be read or ends too early; the views may be filled in part by then.
         """
         requests = deque(self._plan(pieces))
         arrived: SimpleQueue[int | None] = SimpleQueue()
-        if len(requests) == 1:
-            self._work(requests, arrived)
-            if progress:
-                progress(arrived.get() or 0)
-            return
-        workers = [
-            self._pool.submit(self._work, requests, arrived) for _ in range(min(self._threads, len(requests)))
-        ]
+        workers = [self._pool.submit(self._work, requests, arrived) for _ in range(min(self._threads, len(requests)))]
         try:
             for _ in workers:
                 for count in iter(arrived.get, None):
@@ -156,20 +114,20 @@ class FileReader:
         for worker in workers:
             worker.result()
 
-    def _plan(self, pieces: Iterable[tuple[Extent, memoryview]]) -> Iterator[_Request]:
-        by_file: dict[Path, list[_Piece]] = {}
+    def _plan(self, pieces: Iterable[tuple[Extent, memoryview]]) -> Iterator[Request]:
+        by_file: dict[Path, list[Piece]] = {}
         total = 0
         for extent, view in pieces:
             assert view.nbytes == extent.length, f"{view.nbytes} bytes of memory for {extent}"
             if extent.length:
-                piece = _Piece(extent, view.cast("B"), _address(view))
+                piece = Piece(extent, view.cast("B"), _address(view))
                 by_file.setdefault(extent.file, []).append(piece)
                 total += extent.length
-        share = max(_up(-(-total // self._threads)), MIN_REQUEST_BYTES)
+        share = max(round_up(total // self._threads), MIN_REQUEST_BYTES)
         for path, of_file in by_file.items():
-            yield from _requests(path, of_file, min(share, self._chunk_bytes))
+            yield from plan_requests(path, of_file, min(share, self._chunk_bytes))
 
-    def _work(self, requests: deque[_Request], arrived: SimpleQueue[int | None]) -> None:
+    def _work(self, requests: deque[Request], arrived: SimpleQueue[int | None]) -> None:
         """Serves requests until none is left, reporting each one's bytes and at last None."""
         staging = self._staging.get()
         try:
@@ -186,7 +144,7 @@ class FileReader:
             self._staging.put(staging)
             arrived.put(None)
 
-    def _serve(self, request: _Request, staging: _Staging) -> None:
+    def _serve(self, request: Request, staging: _Staging) -> None:
         if request.target is not None:
             self._fill(request, request.target)
             return
@@ -198,25 +156,24 @@ class FileReader:
             else:
                 ctypes.memmove(piece.address + skip, staging.address + source, count)
 
-    def _fill(self, request: _Request, view: memoryview) -> None:
+    def _fill(self, request: Request, view: memoryview) -> None:
         """Reads into `view` at least until the request's wanted end."""
-        file = self._open(request.path)
+        file = self._file(request.path)
         wanted = request.wanted_end - request.offset
         got = 0
         while got < wanted:
-            direct = file.direct
+            direct, offset = file.direct, request.offset + got
             try:
-                count = os.preadv(file.fd, [view[got:]], request.offset + got)
+                count = os.preadv(file.fd, [view[got:]], offset)
+                if not direct:
+                    first = round_down(offset)
+                    length = round_up(offset + count) - first
+                    os.posix_fadvise(file.fd, first, length, os.POSIX_FADV_DONTNEED)
             except OSError as error:
                 if direct and error.errno in _DIRECT_REFUSED:
-                    self._buffer(file)
+                    self._turn_buffered(file)
                     continue
                 raise _failed(request, error) from error
-            if not direct:
-                begin = request.offset // ALIGNMENT * ALIGNMENT
-                os.posix_fadvise(
-                    file.fd, begin, _up(request.offset + got + count) - begin, os.POSIX_FADV_DONTNEED
-                )
             with self._lock:
                 self.bytes_read += count
                 self.requests += 1
@@ -225,17 +182,16 @@ class FileReader:
             if got < wanted and (count == 0 or (direct and got % ALIGNMENT)):
                 raise _cut_short(request, request.offset + got)
 
-    def _open(self, path: Path) -> _OpenFile:
+    def _file(self, path: Path) -> _OpenFile:
         with self._lock:
-            file = self._files.get(path)
-            if file is None:
-                file = self._files[path] = self._open_new(path)
-            return file
+            if path not in self._files:
+                self._files[path] = self._open(path)
+            return self._files[path]
 
-    def _open_new(self, path: Path) -> _OpenFile:
+    def _open(self, path: Path) -> _OpenFile:
         flags = os.O_RDONLY | os.O_CLOEXEC
         try:
-            if self.direct:
+            if self._try_direct:
                 try:
                     return _OpenFile(os.open(path, flags | os.O_DIRECT), direct=True)
                 except OSError as error:
@@ -246,69 +202,28 @@ class FileReader:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
 
-    def _buffer(self, file: _OpenFile) -> None:
-        """Turns to buffered reads of a file that was opened with O_DIRECT but refuses such a read."""
+    def _turn_buffered(self, file: _OpenFile) -> None:
+        """For a file system that opens with O_DIRECT but refuses to read so."""
         fcntl.fcntl(file.fd, fcntl.F_SETFL, fcntl.fcntl(file.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         file.direct = False
         self.direct = False
 
 
-def _requests(path: Path, pieces: list[_Piece], size: int) -> list[_Request]:
-    """Requests of at most `size` bytes, by offset, that together read all of `pieces`."""
-    requests: list[_Request] = []
-    staged: list[_Part] = []
-    for piece in pieces:
-        begin, end = piece.extent.offset, piece.extent.offset + piece.extent.length
-        inner, inner_end = _up(begin), end // ALIGNMENT * ALIGNMENT
-        if (piece.address - begin) % ALIGNMENT or inner_end - inner < GAP_BYTES:
-            staged.append(_Part(begin, end, piece))
-            continue
-        for offset in range(inner, inner_end, size):
-            part = _Part(offset, min(offset + size, inner_end), piece)
-            target = piece.view[part.begin - begin : part.end - begin]
-            requests.append(_Request(path, offset, part.end - offset, [part], target))
-        staged.extend(_Part(*edge, piece) for edge in ((begin, inner), (inner_end, end)) if edge[0] < edge[1])
-    staged.sort(key=attrgetter("begin"))
-    for run in _runs(staged):
-        requests.extend(_staged_requests(path, run, size))
-    requests.sort(key=attrgetter("offset"))
-    return requests
-
-
-def _runs(parts: list[_Part]) -> Iterator[list[_Part]]:
-    """Groups parts, ordered by their begin, that are worth reading without a break."""
-    run: list[_Part] = []
-    run_end = 0
-    for part in parts:
-        if run and part.begin > run_end + GAP_BYTES:
-            yield run
-            run = []
-        run_end = max(run_end, part.end) if run else part.end
-        run.append(part)
-    if run:
-        yield run
-
-
-def _staged_requests(path: Path, run: list[_Part], size: int) -> list[_Request]:
-    base = run[0].begin // ALIGNMENT * ALIGNMENT
-    end = _up(max(part.end for part in run))
-    requests = [_Request(path, offset, min(size, end - offset)) for offset in range(base, end, size)]
-    for part in run:
-        for request in requests[(part.begin - base) // size : -(-(part.end - base) // size)]:
-            begin = max(part.begin, request.offset)
-            request.parts.append(_Part(begin, min(part.end, request.offset + request.length), part.piece))
-    return requests
-
-
-def _up(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
+def _staging_buffer(length: int) -> _Staging:
+    """Memory in huge pages where there are any: requests into scattered pages reach the disk in many pieces."""
+    buffer = mmap.mmap(-1, length + HUGE_PAGE_BYTES)
+    with suppress(OSError):  # a kernel without huge pages
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    address = _address(buffer)
+    skip = -address % HUGE_PAGE_BYTES
+    return _Staging(memoryview(buffer)[skip : skip + length], address + skip)
 
 
 def _address(buffer: mmap.mmap | memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
-def _failed(request: _Request, error: OSError) -> CheckpointError:
+def _failed(request: Request, error: OSError) -> CheckpointError:
     extent = request.parts[0].piece.extent
     return CheckpointError(
         f"{request.path}: reading {request.length} bytes at {request.offset} failed: {error.strerror} "
@@ -317,7 +232,7 @@ def _failed(request: _Request, error: OSError) -> CheckpointError:
     )
 
 
-def _cut_short(request: _Request, file_end: int) -> CheckpointError:
+def _cut_short(request: Request, file_end: int) -> CheckpointError:
     extent = next(part.piece.extent for part in request.parts if part.end > file_end)
     return CheckpointError(
         f"{request.path} ends at byte {file_end}, within the {extent.length} bytes wanted at {extent.offset}",

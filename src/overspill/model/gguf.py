@@ -1,4 +1,4 @@
-"""A GGUF checkpoint as what transformers needs: configuration, tokenizer, and where each parameter comes from."""
+"""A GGUF checkpoint as what transformers needs: configuration, tokenizer, a source for each parameter."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from overspill.model import hf_gguf
 from overspill.model.gguf_blocks import dequantize
 from overspill.model.gguf_config import architecture_of, config_from_gguf, generation_config_from_gguf
 from overspill.model.hf import ConversionGroup
+from overspill.model.sources import Conversion, Source, single
 
 __all__ = [
     "GgufSource",
@@ -24,6 +25,7 @@ __all__ = [
     "dequantize",
     "generation_config_from_gguf",
     "sources_from_gguf",
+    "sources_of_gguf",
     "tokenizer_from_gguf",
     "unused_tensors",
 ]
@@ -35,9 +37,10 @@ Convert = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 class GgufSource:
     """What a parameter is made of.
 
-    `convert` takes the dequantised tensors of `records` in order, in float32, and gives the parameter, in memory of
-    its own or in theirs. Where it only moves elements (`moves_only`), any float dtype will do. Without `convert` the
-    one record is the parameter as it is, and its bytes may be read straight into place where the dtypes agree.
+    `convert` takes the dequantised tensors of `records` in order, in float32, and gives the parameter, in
+    memory of its own or in theirs; where it only moves elements (`moves_only`), any float dtype will do.
+    Without `convert` the one record is the parameter as it is, and where it is dense its bytes may be read
+    straight into place.
     """
 
     records: tuple[TensorRecord, ...]
@@ -71,8 +74,9 @@ def tokenizer_from_gguf(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | Non
 def sources_from_gguf(checkpoint: Checkpoint, model: nn.Module) -> dict[str, GgufSource]:
     """Where each parameter and persistent buffer of `model` (on meta) comes from, by full name.
 
-    A name without a source is absent: tied to another, or missing from the file, which is the caller's to tell. Raises
-    UnsupportedModelError where a tensor's shape is not the parameter's. No tensor data is read.
+    A name without a source is absent: tied to another, or missing from the file, which is the caller's to
+    tell. Raises UnsupportedModelError where a tensor's shape is not the parameter's. No tensor data is
+    read.
     """
     architecture = architecture_of(checkpoint)
     skeleton = {name: t for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
@@ -87,19 +91,32 @@ def sources_from_gguf(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Ggu
     return sources
 
 
+def sources_of_gguf(checkpoint: Checkpoint, model: nn.Module) -> tuple[dict[str, Source], tuple[str, ...]]:
+    """`sources_from_gguf` as the model map keeps them, in the dtypes of `model`; and `unused_tensors`."""
+    found = sources_from_gguf(checkpoint, model)
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    sources = {name: _as_source(name, source, dtypes[name]) for name, source in found.items()}
+    return sources, unused_tensors(checkpoint, found)
+
+
+def _as_source(name: str, source: GgufSource, dtype: torch.dtype) -> Source:
+    if source.convert is None and not source.records[0].encoding.packed:
+        return single(source.records[0])
+    encodings = ", ".join(dict.fromkeys(record.encoding.name for record in source.records))
+    why = f"decoded from {encodings}" if source.convert is None else f"decoded from {encodings}, rearranged"
+    return Conversion(source.records, (name,), lambda raw: {name: source.read(raw, dtype)}, why)
+
+
 def unused_tensors(checkpoint: Checkpoint, sources: Mapping[str, GgufSource]) -> tuple[str, ...]:
-    """Tensors of the file that no parameter is made of and whose absence changes something."""
+    """Tensors of the file that neither a parameter nor the configuration is made of."""
     used = {record.name for source in sources.values() for record in source.records}
-    return tuple(
-        name for name in checkpoint.tensors if name not in used and not re.fullmatch(_CONFIGURED, name)
-    )
+    configured = {"rope_factors_long.weight", "rope_factors_short.weight"}
+    if checkpoint.metadata.get("general.architecture") in ("llama", "gemma4"):
+        configured.add("rope_freqs.weight")
+    return tuple(name for name in checkpoint.tensors if name not in used | configured)
 
 
-_CONFIGURED = r"rope_(freqs|factors_(long|short))\.weight"  # config_from_gguf took them up or refused them
-
-_EXPERTS = re.compile(
-    r"(?P<module>.+\.(?P<layer>\d+)\..*experts)\.(?P<which>gate_up|down)_proj(?P<bias>_bias)?"
-)
+_EXPERTS = re.compile(r"(?P<module>.+\.(?P<layer>\d+)\..*experts)\.(?P<which>gate_up|down)_proj(?P<bias>_bias)?")
 
 
 def _source(
@@ -124,11 +141,13 @@ def _processed(names: hf_gguf.Names, name: str, parts: Sequence[torch.Tensor]) -
 def _experts_source(
     match: re.Match[str], tensors: Mapping[str, TensorRecord], transposed: bool, interleaved: bool
 ) -> GgufSource | None:
-    """Routed experts of one layer. The file has [E, out, in] each for gate, up and down, or gate and up as one."""
+    """Routed experts of one layer. The file has [E, out, in] for gate, up and down, or gate and up as one."""
     prefix, suffix = f"blk.{match['layer']}.ffn_", "_exps.bias" if match["bias"] else "_exps.weight"
     gate_up = match["which"] == "gate_up"
     together = f"{prefix}{match['which']}{suffix}"
-    wanted = (together,) if together in tensors or not gate_up else tuple(f"{prefix}{w}{suffix}" for w in ("gate", "up"))
+    wanted = (
+        (together,) if together in tensors or not gate_up else tuple(f"{prefix}{w}{suffix}" for w in ("gate", "up"))
+    )
     if any(name not in tensors for name in wanted):
         return None
     records = tuple(tensors[name] for name in wanted)
@@ -139,9 +158,7 @@ def _experts_source(
     return GgufSource(records, partial(_stack_experts, gate_up, transposed, interleaved))
 
 
-def _stack_experts(
-    gate_up: bool, transposed: bool, interleaved: bool, parts: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def _stack_experts(gate_up: bool, transposed: bool, interleaved: bool, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """[E, out, in] tensors (biases: [E, out]) in the layout that the model keeps them in."""
     stack = parts[0]
     if gate_up:
@@ -167,7 +184,7 @@ def _converted(group: ConversionGroup, model: nn.Module, parts: Sequence[torch.T
 
 
 def _check_shape(name: str, shape: tuple[int, ...], source: GgufSource) -> None:
-    """Conversions rearrange elements and never add any: their number must agree, and without one the shape."""
+    """Conversions never add or drop elements: their number must agree, and without a conversion the shape."""
     stored = [record.shape for record in source.records]
     elements = sum(record.elements for record in source.records)
     if elements == torch.Size(shape).numel() and (source.convert is not None or stored == [shape]):

@@ -19,9 +19,10 @@ def dequantize(
 ) -> torch.Tensor:
     """The tensor of `record.shape` that `raw` (uint8 [record.nbytes], contiguous) encodes.
 
-    Values are decoded in float32, so float32 is exact and another `dtype` is that rounded. A dense record is a view of
-    `raw`, unless it has to be cast or lies unaligned; packed blocks are decoded into new memory, a slice at a time,
-    with at most 32 MiB besides. Raises UnsupportedModelError for a type that neither gguf nor transformers decodes.
+    Values are decoded in float32, so float32 is exact and another `dtype` is that rounded. A dense record
+    is a view of `raw`, unless it has to be cast or lies unaligned; packed blocks are decoded into new
+    memory, a slice at a time, with at most 32 MiB besides. Raises UnsupportedModelError for a type that the
+    gguf package cannot decode.
     """
     flat = torch.from_numpy(raw) if isinstance(raw, np.ndarray) else raw
     assert flat.dtype == torch.uint8, flat.dtype
@@ -34,8 +35,8 @@ def dequantize(
     values = torch.empty((blocks.shape[0], block_elements), dtype=dtype)
     step = max(1, SLICE_ELEMENTS // block_elements)
     for start in range(0, blocks.shape[0], step):
-        part = blocks[start : start + step]
-        values[start : start + step] = _decode(part, ggml_type, record).reshape(part.shape[0], -1)
+        part = blocks[start : start + step].reshape(-1)
+        values[start : start + step] = _decode(part, ggml_type, record).reshape(-1, block_elements)
     return values.reshape(record.shape)
 
 
@@ -55,18 +56,18 @@ def _ggml_type(record: TensorRecord) -> GGMLQuantizationType:
         raise _unknown(record) from error
 
 
-def _decode(blocks: torch.Tensor, ggml_type: GGMLQuantizationType, record: TensorRecord) -> torch.Tensor:
-    """[blocks, block_bytes] as float32. transformers' torch code and gguf's numpy agree to the bit; torch is faster."""
-    if (values := hf_gguf.dequantize_blocks(blocks.reshape(-1), int(ggml_type))) is not None:
+def _decode(flat: torch.Tensor, ggml_type: GGMLQuantizationType, record: TensorRecord) -> torch.Tensor:
+    """Bytes of whole blocks as float32, flat. transformers' torch code is the faster, to the same bits."""
+    if (values := hf_gguf.dequantize_blocks(flat, int(ggml_type))) is not None:
         return values
     try:
-        return torch.from_numpy(gguf_dequantize(blocks.numpy(), ggml_type))
+        return torch.from_numpy(gguf_dequantize(flat.numpy(), ggml_type))
     except NotImplementedError as error:
         raise _unknown(record) from error
 
 
 def _unknown(record: TensorRecord) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"tensor {record.name!r} is in blocks of {record.encoding.name}, which the gguf package cannot decode",
+        f"tensor {record.name!r} is in {record.encoding.name} blocks, which the gguf package cannot decode",
         hint="quantize the model to another type, or update the gguf package",
     )

@@ -1,7 +1,7 @@
 """A GGUF header as a transformers configuration.
 
-The key names are those of ggml's docs/gguf.md. transformers' tables carry most of them; what they leave out although
-it changes what the model computes (a router's width, rotary scaling, logit caps) is added here.
+The key names are those of ggml's docs/gguf.md. transformers' tables carry most of them; what they leave out
+although it changes what the model computes (an expert's width, rotary scaling, logit caps) is added here.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ _ALSO: Mapping[str, Mapping[str, str]] = {
 }
 _PARTIAL_ROTARY = ("nemotron", "phi3", "stablelm")
 _TIED_THOUGH_STORED = ("bloom", "falcon")
-_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # scale queries otherwise than by head_dim; llama.cpp tells them so too
+# The 27 B models scale queries by hidden_size / heads, not by head_dim; llama.cpp, too, knows them by depth.
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 _GATING = {0: "none", 1: "softmax", 2: "sigmoid"}
 
 
 def architecture_of(checkpoint: Checkpoint) -> str:
-    """`general.architecture`. UnsupportedModelError for one that this transformers has no GGUF mapping for."""
+    """`general.architecture`; UnsupportedModelError for one that transformers has no GGUF mapping for."""
     architecture = checkpoint.metadata.get("general.architecture")
     known = hf_gguf.known_architectures()
     if architecture not in known:
@@ -71,19 +72,25 @@ def architecture_of(checkpoint: Checkpoint) -> str:
 def config_from_gguf(checkpoint: Checkpoint) -> PretrainedConfig:
     """The model's configuration; its dtype is left to the caller.
 
-    Reads the header in memory, and of the file only a few hundred bytes of rotary factors where it has them. Raises
-    UnsupportedModelError for an unknown architecture and for what the file says and transformers cannot express.
+    Of the file it reads at most a few hundred bytes of rotary factors; all else is in the header. Raises
+    UnsupportedModelError for an unknown architecture and for what transformers cannot express,
+    CheckpointError for a header that lacks a key.
     """
     architecture = architecture_of(checkpoint)
-    if hf_gguf.by_function(architecture):
-        return hf_gguf.build_config(
-            hf_gguf.config_by_function(checkpoint.metadata, tuple(checkpoint.tensors))
-        )
-    return hf_gguf.build_config(_values_by_table(architecture, checkpoint))
+    try:
+        if hf_gguf.by_function(architecture):
+            values = hf_gguf.config_by_function(checkpoint.metadata, tuple(checkpoint.tensors), _vocab_size(checkpoint))
+        else:
+            values = _values_by_table(architecture, checkpoint)
+    except KeyError as error:
+        raise CheckpointError(
+            f"{checkpoint.files[0]}: the header has no key {error} for its {architecture} model"
+        ) from error
+    return hf_gguf.build_config(values)
 
 
 def generation_config_from_gguf(checkpoint: Checkpoint) -> GenerationConfig:
-    """Greedy, with the file's begin, padding and end tokens: end of sequence, of turn and of message all end it."""
+    """Greedy, with the file's special tokens; the end of a sequence, a turn or a message ends generation."""
     metadata = checkpoint.metadata
     ids = hf_gguf.special_ids(metadata)
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
@@ -108,6 +115,8 @@ def _values_by_table(architecture: str, checkpoint: Checkpoint) -> dict[str, Any
         for key, value in metadata.items()
         if key.startswith(f"{architecture}.")
     }
+    if absent := [key for key in ("block_count", "embedding_length", "context_length") if key not in fields]:
+        raise KeyError(f"{architecture}.{absent[0]}")
     values = hf_gguf.config_defaults(architecture)
     values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     values |= {"model_type": model_type, **hf_gguf.special_ids(metadata)}
@@ -116,7 +125,7 @@ def _values_by_table(architecture: str, checkpoint: Checkpoint) -> dict[str, Any
     for key, name in names.items():
         if name is not None and key in fields:
             values[name] = _uniform(architecture, key, fields[key])
-    if (vocab_size := _vocab_size(metadata, tensors)) is not None:
+    if (vocab_size := _vocab_size(checkpoint)) is not None:
         values["vocab_size"] = vocab_size
     _add_head_dim(architecture, model_type, fields, values)
     _add_rotary_scaling(architecture, fields, tensors, values)
@@ -138,17 +147,15 @@ def _uniform(architecture: str, key: str, value: Any) -> Any:
     return value[0]
 
 
-def _vocab_size(metadata: Mapping[str, Any], tensors: Mapping[str, TensorRecord]) -> int | None:
+def _vocab_size(checkpoint: Checkpoint) -> int | None:
     """Rows of the embedding, which may be padded beyond the vocabulary."""
-    if (embedding := tensors.get("token_embd.weight")) is not None:
+    if (embedding := checkpoint.tensors.get("token_embd.weight")) is not None:
         return embedding.shape[0]
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    tokens = checkpoint.metadata.get("tokenizer.ggml.tokens")
     return len(tokens) if tokens is not None else None
 
 
-def _add_head_dim(
-    architecture: str, model_type: str, fields: Mapping[str, Any], values: dict[str, Any]
-) -> None:
+def _add_head_dim(architecture: str, model_type: str, fields: Mapping[str, Any], values: dict[str, Any]) -> None:
     """head_dim where the configuration has one: the key's length, or what llama.cpp takes without it."""
     if architecture == "gemma4":  # head_dim is that of its sliding layers, which only the default tells
         return
@@ -160,8 +167,8 @@ def _add_head_dim(
         return
     if hf_gguf.has_field(model_type, "head_dim"):
         values["head_dim"] = head_dim
-    if architecture in _PARTIAL_ROTARY and "rope.dimension_count" in fields:
-        values["partial_rotary_factor"] = fields["rope.dimension_count"] / head_dim
+    if architecture in _PARTIAL_ROTARY:
+        values["partial_rotary_factor"] = fields.get("rope.dimension_count", head_dim) / head_dim
 
 
 def _add_specials(
@@ -197,7 +204,7 @@ def _add_rotary_scaling(
     architecture: str, fields: Mapping[str, Any], tensors: Mapping[str, TensorRecord], values: dict[str, Any]
 ) -> None:
     """`rope_scaling` from the keys `rope.scaling.*` and from the tensors of rotary factors."""
-    scaling = {key.removeprefix("rope.scaling."): v for key, v in fields.items() if "rope.scaling." in key}
+    scaling = {key.removeprefix("rope.scaling."): v for key, v in fields.items() if key.startswith("rope.scaling.")}
     kind = scaling.get("type", "none")
     original = scaling.get("original_context_length", values.get("max_position_embeddings"))
     long, short = (tensors.get(f"rope_factors_{which}.weight") for which in ("long", "short"))
@@ -232,7 +239,7 @@ def _add_rotary_scaling(
 
 
 def _llama3_scaling(factors: list[float], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling of Llama 3.1 and later, which llama.cpp stores as what each frequency [head_dim / 2] is divided by.
+    """The scaling of Llama 3.1 and later, of which llama.cpp stores each frequency's divisor [head_dim / 2].
 
     The largest divisor is the factor; the other numbers are Meta's own, and are held against the whole list.
     """
@@ -243,7 +250,7 @@ def _llama3_scaling(factors: list[float], values: Mapping[str, Any]) -> dict[str
         expected = 1 / ((1 - smooth) / factor + smooth)
         if not math.isclose(found, expected, rel_tol=1e-3):
             raise UnsupportedModelError(
-                f"rope_freqs.weight divides frequency {index} by {found:.6g}; Llama 3's rule gives {expected:.6g}",
+                f"rope_freqs.weight divides frequency {index} by {found:.5g}, Llama 3 by {expected:.5g}",
                 hint="give the original model's folder, whose config.json states the rotary scaling",
             )
     return {
@@ -262,5 +269,5 @@ def _floats(record: TensorRecord) -> list[float]:
         raw = file.read(record.extent.length)
     if len(raw) != record.extent.length:
         raise CheckpointError(f"{record.extent.file} ends within tensor {record.name!r}")
-    values: list[float] = dequantize(np.frombuffer(raw, np.uint8).copy(), record).flatten().tolist()
+    values: list[float] = dequantize(np.frombuffer(bytearray(raw), np.uint8), record).flatten().tolist()
     return values

@@ -60,15 +60,11 @@ def load_generation_config(folder: Path, config: PretrainedConfig) -> Generation
     return GenerationConfig.from_model_config(config)
 
 
-def build_skeleton(
-    config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
-) -> nn.Module:
+def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
     """The model with every parameter and buffer on meta, in the dtypes that `from_pretrained` would give them."""
     try:
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=trust_remote_code
-            )
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except (ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
         raise UnsupportedModelError(
             f"{type(config).__name__}: transformers cannot build a causal language model from this: {error}",
@@ -82,7 +78,8 @@ def build_skeleton(
                 replaced = nn.Parameter(parameter.data.to(kept), requires_grad=False)
                 setattr(model.get_submodule(owner), attribute, replaced)
     model.tie_weights()
-    return model.eval().requires_grad_(False)
+    skeleton: nn.Module = model.eval().requires_grad_(False)
+    return skeleton
 
 
 def non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -145,9 +142,7 @@ class ConversionGroup:
         }
 
 
-def map_checkpoint_names(
-    model: nn.Module, names: Iterable[str]
-) -> tuple[dict[str, str], list[ConversionGroup], list[str]]:
+def map_checkpoint_names(model: Any, names: Iterable[str]) -> tuple[dict[str, str], list[ConversionGroup], list[str]]:
     """Where each checkpoint tensor goes: (parameter -> its one tensor, groups to convert, names that go nowhere)."""
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
@@ -172,7 +167,7 @@ def map_checkpoint_names(
     return renamed, list(groups.values()), nowhere
 
 
-def set_experts_implementation(model: nn.Module, name: str) -> None:
+def set_experts_implementation(model: Any, name: str) -> None:
     """Choose how routed experts are computed, where the architecture goes through transformers' experts interface."""
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation(name)
@@ -182,11 +177,13 @@ def set_experts_implementation(model: nn.Module, name: str) -> None:
 def observed_experts(model: nn.Module, see: Callable[[nn.Module, int], None]) -> Iterator[None]:
     """Within this, routed experts are not computed: `see(experts module, experts per token)` is called instead."""
 
-    def observe(
-        experts: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def observe(experts: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         see(experts, index.shape[-1])
-        return torch.empty_like(hidden)
+        widest = max(p.numel() // p.shape[0] // hidden.shape[-1] for p in experts.parameters() if p.dim() > 1)
+        gate_up = hidden.new_empty(hidden.shape[0], widest)  # what one expert's tokens take meanwhile, at the most
+        result = torch.empty_like(hidden)
+        del gate_up
+        return result
 
     ALL_EXPERTS_FUNCTIONS.register("overspill_observe", observe)
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}

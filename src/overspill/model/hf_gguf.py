@@ -1,9 +1,9 @@
 """Every contact with transformers' GGUF support, pinned by tests/model/test_gguf_model.py.
 
-Written against transformers 5.17 to 5.24, which know GGUF architectures in two ways: by table (a name for each metadata
-key, a processor for each tensor: `modeling_gguf_pytorch_utils`) and, for a few architectures that grow with each version,
-by a function and conversions (`integrations.gguf`). Their loaders read the header several times and build the name map of
-every child module; only their tables and their per-tensor functions are used here.
+Written against transformers 5.17 to 5.24, which know GGUF architectures in two ways: by table (a name for
+each metadata key, a processor for each tensor: `modeling_gguf_pytorch_utils`) and, for a few that grow with
+each version, by a function and conversions (`integrations.gguf`). Their loaders read the header several
+times and build a name map for every child module; only their tables and per-tensor functions are used here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+from huggingface_hub.errors import StrictDataclassError
+from tokenizers import Tokenizer
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations import ggml
-from transformers.integrations import gguf as hf_gguf
+from transformers.integrations import gguf as integration
 from transformers.integrations.gguf.dequant import GGML_BLOCK
 from transformers.integrations.gguf.dequant import dequantize as torch_dequantize
 from transformers.modeling_gguf_pytorch_utils import (
@@ -35,14 +37,19 @@ from overspill.errors import UnsupportedModelError
 from overspill.model.hf import ConversionGroup
 
 _TABLES: Mapping[str, Mapping[str, str | None]] = GGUF_TO_TRANSFORMERS_MAPPING["config"]
-_TABLE_OF = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
+_TABLE_OF = {
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "gpt-oss": "gpt_oss",
+    "minimax-m2": "minimax_m2",
+}
 _MODEL_TYPE_OF = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
 _ARCHITECTURE_NUMBER = {name: number for number, name in MODEL_ARCH_NAMES.items()}
 
 
 def by_function(architecture: str) -> bool:
     """Whether transformers maps this GGUF architecture by a function and conversions, not by table."""
-    return architecture in hf_gguf.GGUF_CONFIG_ARCHS
+    return architecture in integration.GGUF_CONFIG_ARCHS and integration.is_gguf_arch_supported(architecture)
 
 
 def table_architectures() -> frozenset[str]:
@@ -57,7 +64,7 @@ def table_architectures() -> frozenset[str]:
 
 
 def known_architectures() -> list[str]:
-    return sorted({*table_architectures(), *hf_gguf.GGUF_CONFIG_ARCHS})
+    return sorted({*table_architectures(), *filter(by_function, integration.GGUF_CONFIG_ARCHS)})
 
 
 def model_type(architecture: str, model_name: str | None = None) -> str:
@@ -68,7 +75,7 @@ def model_type(architecture: str, model_name: str | None = None) -> str:
 
 
 def config_names(architecture: str) -> Mapping[str, str | None]:
-    """Metadata key, without the architecture before it -> the configuration's attribute (None: deliberately unused)."""
+    """Metadata key below the architecture -> the configuration's attribute (None: unused on purpose)."""
     return _TABLES[_TABLE_OF.get(architecture, architecture)]
 
 
@@ -83,10 +90,12 @@ def special_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
     return {name: value for name, value in named.items() if name is not None and value is not None}
 
 
-def config_by_function(metadata: Mapping[str, Any], tensor_names: tuple[str, ...]) -> dict[str, Any]:
-    """The configuration's values of an architecture that `by_function` names."""
-    counted = {**metadata, "tokenizer.ggml.tokens": len(metadata.get("tokenizer.ggml.tokens", ()))}
-    values: dict[str, Any] = hf_gguf.get_gguf_config(counted, tensor_names)
+def config_by_function(
+    metadata: Mapping[str, Any], tensor_names: tuple[str, ...], vocab_size: int | None
+) -> dict[str, Any]:
+    """The configuration's values where `by_function`; KeyError where the header lacks a key."""
+    counted = {**metadata, "tokenizer.ggml.tokens": vocab_size}
+    values: dict[str, Any] = integration.get_gguf_config(counted, tensor_names)
     return values
 
 
@@ -96,40 +105,48 @@ def has_field(model_type: str, name: str) -> bool:
 
 
 def build_config(values: dict[str, Any]) -> PretrainedConfig:
-    return CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    """The configuration object. UnsupportedModelError where its class refuses the values."""
+    try:
+        return CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise UnsupportedModelError(
+            f"transformers refuses the {values['model_type']} configuration in the GGUF header: {error}",
+            hint="give the original model's folder",
+        ) from error
 
 
 def build_tokenizer(architecture: str, model_type: str, metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """The tokenizer that the metadata describes; the rule for `add_bos_token` is transformers 5.24's on all versions.
+    """The tokenizer that the metadata describes.
 
-    5.17 takes the model type and a converter each; later versions the architecture. The special tokens are named from
-    the metadata, because 5.17's converters swap bos and eos.
+    5.17 takes the model type, later versions the architecture. The special tokens are named from the
+    metadata, because 5.17's converters swap bos and eos, and `add_bos_token` follows 5.24's rule
+    everywhere.
     """
 
     def group(name: str) -> dict[str, Any]:
         renames = GGUF_TO_TRANSFORMERS_MAPPING["tokenizer"][name].items()
         return {new: metadata[f"tokenizer.{key}"] for key, new in renames if f"tokenizer.{key}" in metadata}
 
-    convert, kind = (
+    convert, known_as = (
         (ggml.convert_gguf_tokenizer, model_type)
         if hasattr(ggml, "convert_gguf_tokenizer")
-        else (hf_gguf.convert_gguf_tokenizer, architecture)
+        else (integration.convert_gguf_tokenizer, architecture)
     )
+    kind_in_file = metadata.get("tokenizer.ggml.model")
     vocabulary = group("tokenizer")
+    if kind_in_file == "gpt2":  # byte-level: a space is a byte, or 5.17 drops the first one when decoding
+        vocabulary["add_prefix_space"] = False
     try:
-        backend, _ = convert(kind, vocabulary)
+        backend, _ = convert(known_as, vocabulary)
     except (KeyError, ValueError, AttributeError) as error:
-        written = metadata.get("tokenizer.ggml.model")
         raise UnsupportedModelError(
-            f"transformers cannot build the tokenizer {written!r} of a {architecture} model: {error}",
+            f"transformers cannot build the tokenizer {kind_in_file!r} of a {architecture} model: {error}",
             hint="a newer transformers may know it, or give the original model's folder",
         ) from error
-    sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
-    template_writes_bos = metadata.get("tokenizer.ggml.model") == "gemma4"
-    tokens = metadata["tokenizer.ggml.tokens"]
-    ids = special_ids(metadata)
+    sentencepiece, template_writes_bos = kind_in_file == "llama", kind_in_file == "gemma4"
+    tokens, ids = metadata["tokenizer.ggml.tokens"], special_ids(metadata)
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+        tokenizer_object=_without_invented_tokens(backend, len(tokens)),
         chat_template=metadata.get("tokenizer.chat_template"),
         add_bos_token=metadata.get("tokenizer.ggml.add_bos_token", sentencepiece) and not template_writes_bos,
         add_eos_token=metadata.get("tokenizer.ggml.add_eos_token", False),
@@ -140,8 +157,25 @@ def build_tokenizer(architecture: str, model_type: str, metadata: Mapping[str, A
     )
 
 
+def _without_invented_tokens(backend: Tokenizer, count: int) -> Tokenizer:
+    """The tokenizer without added tokens beyond the file's `count`, which no embedding row answers to.
+
+    transformers' GPT-2 class adds `<|endoftext|>` to every vocabulary that has none.
+    """
+    if backend.get_vocab_size() <= count:
+        return backend
+    kept = Tokenizer(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (value := getattr(backend, part)) is not None:
+            setattr(kept, part, value)
+    added = [token for number, token in sorted(backend.get_added_tokens_decoder().items()) if number < count]
+    kept.add_special_tokens([token for token in added if token.special])
+    kept.add_tokens([token for token in added if not token.special])
+    return kept
+
+
 class Names:
-    """llama.cpp's tensor names for a model's parameters, by its own table and the processor's additions to it."""
+    """llama.cpp's tensor names for a model's parameters: its own table and the processor's additions."""
 
     def __init__(self, architecture: str, model: nn.Module) -> None:
         layers = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
@@ -170,7 +204,7 @@ class Names:
         untouched = object()
         try:
             return self._process(untouched, name) is untouched
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError, ValueError):
             return False
 
     def process(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -183,7 +217,7 @@ class Names:
 
 
 def experts_layout(module: nn.Module) -> tuple[bool, bool] | None:
-    """Of routed experts kept as stacks: (weights are [E, in, out], gate and up alternate); None for other modules."""
+    """Of stacked experts: (weights are [E, in, out], gate and up alternate); None for other modules."""
     if not hasattr(module, "is_transposed"):
         return None
     return bool(module.is_transposed), not module.is_concatenated
@@ -192,8 +226,8 @@ def experts_layout(module: nn.Module) -> tuple[bool, bool] | None:
 def conversions(
     architecture: str, model: nn.Module, tensor_names: tuple[str, ...]
 ) -> tuple[dict[str, str], list[ConversionGroup]]:
-    """For an architecture that `by_function` names: (parameter -> its one tensor, groups of tensors to convert)."""
-    transforms = hf_gguf.get_gguf_conversion_mapping(architecture, model.config)
+    """Where `by_function`: (parameter -> its one tensor, groups of tensors to convert)."""
+    transforms = integration.get_gguf_conversion_mapping(architecture, model.config)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}

@@ -15,7 +15,15 @@ from overspill.model.gguf import config_from_gguf, sources_of_gguf
 from overspill.model.sources import Conversion, Live, Source, converted, single
 from overspill.model.stacks import Stack, find_stacks
 from overspill.model.trace import Trace, trace
-from overspill.model.weights import ModelMap, Role, Routing, Weight, name_in_stacks, role_of
+from overspill.model.weights import (
+    ModelMap,
+    Role,
+    Routing,
+    Weight,
+    is_looked_up,
+    name_in_stacks,
+    role_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -41,10 +49,8 @@ def context_tokens(config: PretrainedConfig, asked: int | None) -> int:
     return asked if asked is not None else min(own, DEFAULT_CONTEXT_TOKENS)
 
 
-def resolve_dtype(
-    asked: str, checkpoint: Checkpoint, config: PretrainedConfig, device: str
-) -> torch.dtype:
-    """The dtype of the parameters. "auto": the checkpoint's own; for packed weights what the device computes best in."""
+def resolve_dtype(asked: str, checkpoint: Checkpoint, config: PretrainedConfig, device: str) -> torch.dtype:
+    """The parameters' dtype. "auto": the checkpoint's own; for packed weights what the device computes best in."""
     if asked != "auto":
         return getattr(torch, asked)  # type: ignore[no-any-return]
     if checkpoint.format == "gguf":
@@ -94,9 +100,7 @@ def map_live(model: nn.Module, *, tokens: int, sequences: int = 1) -> ModelMap:
 
 def _safetensors_sources(checkpoint: Checkpoint, skeleton: nn.Module) -> tuple[dict[str, Source], tuple[str, ...]]:
     renamed, groups, nowhere = hf.map_checkpoint_names(skeleton, checkpoint.tensors)
-    sources: dict[str, Source] = {
-        target: single(checkpoint.tensors[name]) for target, name in renamed.items()
-    }
+    sources: dict[str, Source] = {target: single(checkpoint.tensors[name]) for target, name in renamed.items()}
     for group in groups:
         sources.update(converted(group, checkpoint.tensors, skeleton))
     shapes = {target: checkpoint.tensors[name].shape for target, name in renamed.items()}
@@ -201,7 +205,8 @@ def _weight(
         source,
         aliases=tuple(names[1:]),
         routing=routing,
-        rows_only=role is Role.EMBEDDING,
+        rows_read=(looked_up := is_looked_up(skeleton, names)),
+        whole_read=not looked_up or role is Role.HEAD,
         read_outside=name.full in traced.outside_reads,
     )
 

@@ -71,9 +71,7 @@ def single(record: TensorRecord) -> Extents:
     return Extents((record.extent,), torch_dtype(record))
 
 
-def converted(
-    group: ConversionGroup, records: Mapping[str, TensorRecord], model: nn.Module
-) -> dict[str, Source]:
+def converted(group: ConversionGroup, records: Mapping[str, TensorRecord], model: nn.Module) -> dict[str, Source]:
     """The sources of a conversion group's parameters, by full name.
 
     Stacked and concatenated tensors become extents, so that a fused parameter, or one expert of it, can be read from
@@ -101,9 +99,7 @@ def _meta(record: TensorRecord) -> torch.Tensor:
     return torch.empty(record.shape, dtype=torch_dtype(record), device="meta")
 
 
-def _stacked_extents(
-    group: ConversionGroup, records: Mapping[str, TensorRecord]
-) -> tuple[Extent, ...] | None:
+def _stacked_extents(group: ConversionGroup, records: Mapping[str, TensorRecord]) -> tuple[Extent, ...] | None:
     """Extents in the fused parameter where the operations only lay whole tensors one after the other.
 
     [MergeModulelist(0)] stacks E tensors: [E, *]. [MergeModulelist(0), Concatenate(1)] joins several such stacks

@@ -27,9 +27,7 @@ def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
     UnsupportedModelError where there is no ModuleList at all.
     """
     lists = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) > 0
+        path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) > 0
     }
     marked = {p: m for p, m in lists.items() if all(isinstance(layer, DecoderLayer) for layer in m)}
     candidates = marked or _largest(lists)

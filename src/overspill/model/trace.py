@@ -46,11 +46,7 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
         for stack in stacks
         for number in range(stack.layers)
     }
-    owners = {
-        id(parameter): (name, layer)
-        for layer in layers
-        for name, parameter in _named_below(model, layer)
-    }
+    owners = {id(parameter): (name, layer) for layer in layers for name, parameter in _named_below(model, layer)}
     order: list[tuple[str, int]] = []
     running: list[nn.Module] = []
     outside: set[str] = set()
@@ -76,7 +72,7 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
         stack.enter_context(_buffers_on_meta(model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_FusedAttention())
-        observer = stack.enter_context(_Observer(read))
+        observer = stack.enter_context(_Observer(model, read))
         stack.enter_context(torch.device("meta"))
         ids = torch.zeros(sequences, tokens, dtype=torch.long)
         extra = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
@@ -135,11 +131,11 @@ class _FusedAttention(TorchFunctionMode):
 class _Observer(TorchDispatchMode):
     """Shows each tensor that an operation reads, and follows the bytes of what operations return."""
 
-    def __init__(self, read: Any) -> None:
-        super().__init__()
+    def __init__(self, model: nn.Module, read: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.read = read
         self.live_bytes = self.peak_bytes = 0
-        self.known: set[int] = set()
+        self.known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -148,7 +144,6 @@ class _Observer(TorchDispatchMode):
         for argument in tree_iter((args, kwargs)):
             if isinstance(argument, torch.Tensor):
                 self.read(argument)
-                self.known.add(argument.untyped_storage()._cdata)
         result = func(*args, **kwargs)
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):

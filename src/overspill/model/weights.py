@@ -57,6 +57,7 @@ class Routing:
 class Weight:
     """One parameter, or one buffer that a checkpoint holds. Tied names are one weight: `name` and `aliases`.
 
+    An embedding is read by rows (`rows_read`) only; tied to the head, whole (`whole_read`) as well.
     `read_outside`: another module than its layer reads it, so a ring buffer cannot hold it.
     """
 
@@ -67,7 +68,8 @@ class Weight:
     source: Source
     aliases: tuple[str, ...] = ()
     routing: Routing | None = None
-    rows_only: bool = False
+    rows_read: bool = False
+    whole_read: bool = True
     read_outside: bool = False
 
     @property
@@ -85,11 +87,15 @@ class Weight:
 
     def step_bytes(self, tokens: int) -> float:
         """Bytes that one step over `tokens` tokens reads of this weight where it lies; expected, for experts."""
-        if self.rows_only:
-            return self.nbytes / self.shape[0] * min(tokens, self.shape[0])
         if self.routing is not None:
             return self.nbytes * self.routing.touched(tokens)
-        return float(self.nbytes)
+        rows = self.nbytes / self.shape[0] * min(tokens, self.shape[0]) if self.rows_read else 0.0
+        return rows + self.nbytes * self.whole_read
+
+    @property
+    def step_reads(self) -> int:
+        """How often a step goes to this weight."""
+        return self.rows_read + self.whole_read
 
 
 @dataclass(frozen=True)
@@ -145,31 +151,34 @@ _ROLE_BY_WORD: tuple[tuple[str, Role], ...] = (
 
 def role_of(model: nn.Module, name: WeightName, aliases: Iterable[str], routed_modules: Iterable[str]) -> Role:
     """A weight's role, from where it hangs in the model and what its path's segments are called."""
-    names = {name.full, *aliases}
-    owners = {n.rpartition(".")[0] for n in names}
-    embedding, head = _module_path(model, "get_input_embeddings"), _module_path(model, "get_output_embeddings")
-    if head in owners:
+    owners = [model.get_submodule(n.rpartition(".")[0]) for n in (name.full, *aliases)]
+    if _got(model, "get_output_embeddings") in owners:
         return Role.HEAD
-    if embedding in owners:
+    if _got(model, "get_input_embeddings") in owners:
         return Role.EMBEDDING
     if name.tower:
         return Role.TOWER
     if any(name.full.startswith(f"{module}.") for module in routed_modules):
         return Role.ROUTED_EXPERT
-    owner = model.get_submodule(name.full.rpartition(".")[0])
-    if "norm" in type(owner).__name__.lower():
+    if "norm" in type(owners[0]).__name__.lower():
         return Role.NORM
     segments = (name.relative or name.full).split(".")
     for pattern, role in _ROLE_BY_WORD:
         if any(re.fullmatch(pattern, segment) for segment in segments):
             return role
-    return Role.EMBEDDING if isinstance(owner, nn.Embedding) else Role.OTHER
+    return Role.EMBEDDING if isinstance(owners[0], nn.Embedding) else Role.OTHER
 
 
-def _module_path(model: nn.Module, getter: str) -> str | None:
+def is_looked_up(model: nn.Module, names: Iterable[str]) -> bool:
+    """Whether any of the weight's names is the table of an embedding, of which a step reads rows."""
+    owners = (model.get_submodule(name.rpartition(".")[0]) for name in names)
+    return any(isinstance(owner, nn.Embedding) for owner in owners)
+
+
+def _got(model: nn.Module, getter: str) -> nn.Module | None:
     get: Any = getattr(model, getter, None)
     try:
         module = get() if callable(get) else None
     except NotImplementedError:  # transformers' answer of a model without such a module
         return None
-    return next((path for path, m in model.named_modules() if m is module), None) if module is not None else None
+    return module if isinstance(module, nn.Module) else None

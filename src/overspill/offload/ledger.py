@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -77,25 +76,13 @@ def take_ledger(
     """
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors.update(model.named_buffers(remove_duplicate=False))
-    wrong: list[str] = []
-    entries: list[Entry] = []
-    for placement in plan.placements:
-        name = placement.weight.full
-        for alias in (name, *placement.weight.aliases):
-            if (fault := _fault(tensors.get(alias), placement, blocks, hosts, device)) is not None:
-                wrong.append(f"{alias}: {fault}")
-        if name in tensors and tensors[name].device.type != "meta":
-            host = hosts.get(name)
-            entries.append(
-                Entry(
-                    name,
-                    placement.tier,
-                    placement.access,
-                    placement.weight.nbytes,
-                    tensors[name].data_ptr(),
-                    host.data_ptr() if host is not None else None,
-                )
-            )
+    wrong = [
+        f"{name}: {fault}"
+        for placement in plan.placements
+        for name in (placement.weight.full, *placement.weight.aliases)
+        if (fault := _fault(tensors.get(name), placement, blocks, hosts, device)) is not None
+    ]
+    entries = [_entry(p, tensors[p.weight.full], hosts) for p in plan.placements if p.weight.full in tensors]
     planned = {name for p in plan.placements for name in (p.weight.full, *p.weight.aliases)}
     for name, tensor in tensors.items():
         if name not in planned and not (_is_rebuilt_buffer(model, name) and _inside(tensor, blocks["weights"])):
@@ -107,16 +94,24 @@ def take_ledger(
             "memory is not what the plan says:\n  " + "\n  ".join(wrong[:20]),
             hint="this is a defect of overspill; please report it with the output of `overspill plan --json`",
         )
-    tiers = Counter({"weights": Tier.DEVICE, "buffer_pool": Tier.DEVICE, "host": Tier.HOST})
     return Ledger(
         tuple(entries),
         tuple(
-            BlockEntry(purpose, tiers[purpose], b.requested_bytes, b.allocated_bytes, b.pinned)
+            BlockEntry(
+                purpose, Tier.HOST if purpose == "host" else Tier.DEVICE, b.requested_bytes, b.allocated_bytes, b.pinned
+            )
             for purpose, b in blocks.items()
         ),
         read_bytes,
         load_seconds,
     )
+
+
+def _entry(placement: Placement, tensor: torch.Tensor, hosts: Mapping[str, torch.Tensor]) -> Entry:
+    weight, host = placement.weight, hosts.get(placement.weight.full)
+    address = 0 if tensor.device.type == "meta" else tensor.data_ptr()
+    host_address = host.data_ptr() if host is not None else None
+    return Entry(weight.full, placement.tier, placement.access, weight.nbytes, address, host_address)
 
 
 def _fault(
@@ -131,8 +126,9 @@ def _fault(
         return "missing from the model"
     if tensor.device.type == "meta":
         return "still on the meta device, without a value"
-    if (tensor.numel() * tensor.element_size(), tensor.dtype) != (weight.nbytes, weight.dtype):
-        return f"{tensor.numel() * tensor.element_size()} bytes of {tensor.dtype}, planned {weight.nbytes} of {weight.dtype}"
+    nbytes = tensor.numel() * tensor.element_size()
+    if (nbytes, tensor.dtype) != (weight.nbytes, weight.dtype):
+        return f"{nbytes} bytes of {tensor.dtype}, planned {weight.nbytes} of {weight.dtype}"
     if weight.nbytes == 0:
         return None
     if placement.access is Access.RESIDENT:

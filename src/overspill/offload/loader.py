@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -83,9 +84,7 @@ def _straight(weight: Weight, target: torch.Tensor) -> Iterator[tuple[Extent, me
 
 
 def _fits(weight: Weight, target: torch.Tensor) -> bool:
-    return (
-        isinstance(weight.source, Extents) and weight.source.dtype == target.dtype and target.device.type == "cpu"
-    )
+    return isinstance(weight.source, Extents) and weight.source.dtype == target.dtype and target.device.type == "cpu"
 
 
 def _jobs(weights: Sequence[Weight], targets: Mapping[str, torch.Tensor], device: Device) -> Iterator[_Job]:
@@ -147,4 +146,5 @@ def _conversion(source: Conversion, targets: Mapping[str, torch.Tensor], device:
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The writable bytes of a contiguous CPU tensor."""
-    return memoryview(tensor.flatten().view(torch.uint8).numpy())
+    array: Any = tensor.flatten().view(torch.uint8).numpy()
+    return memoryview(array)

@@ -117,11 +117,14 @@ def _lay_out(
 
 def _assign(model: nn.Module, weight: Weight, tensor: torch.Tensor) -> None:
     """Make `tensor` the parameter (or buffer) under all of the weight's names: one object, as tying wants it."""
-    value = tensor if weight.role is Role.BUFFER else nn.Parameter(tensor, requires_grad=False)
+    parameter = nn.Parameter(tensor, requires_grad=False) if weight.role is not Role.BUFFER else None
     for name in (weight.full, *weight.aliases):
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
-        (module._buffers if weight.role is Role.BUFFER else module._parameters)[attribute] = value
+        if parameter is None:
+            module._buffers[attribute] = tensor
+        else:
+            module._parameters[attribute] = parameter
 
 
 def _say(plan: Plan, ledger: Ledger) -> None:

@@ -91,12 +91,7 @@ class MemoryForecast:
 
     @property
     def device_bytes(self) -> int:
-        return (
-            self.weights_bytes
-            + self.buffer_pool_bytes
-            + (self.kv_cache_bytes or 0)
-            + (self.working_bytes or 0)
-        )
+        return self.weights_bytes + self.buffer_pool_bytes + (self.kv_cache_bytes or 0) + (self.working_bytes or 0)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From what was asked, what the model is and what the machine can hold, to the plan; refusals before any byte is read."""
+"""From what was asked, what the model is and what the machine can hold, to the plan. Refusals come before any I/O."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
     plan = Plan(
         model=model,
         backend=settings.offload.resolved_backend,
-        order=_order(settings),
+        order=settings.offload.extension.order,
         device_kind=device.kind,
         device_name=device.name,
         context_tokens=context_tokens,
@@ -57,11 +57,6 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
     return plan
 
 
-def _order(settings: Settings) -> str:
-    extension = settings.offload.overspill
-    return (extension.order if extension is not None else None) or "traffic"
-
-
 def _place(weight: Weight, choice: Choice) -> Placement:
     if weight.full in choice.moved:
         access, reason = choice.moved[weight.full]
@@ -72,9 +67,7 @@ def _place(weight: Weight, choice: Choice) -> Placement:
 def _rebuilt_buffer_bytes(model: ModelMap) -> int:
     held = {name for weight in model for name in (weight.full, *weight.aliases)}
     return packed_bytes(
-        buffer.numel() * buffer.element_size()
-        for name, buffer in model.skeleton.named_buffers()
-        if name not in held
+        buffer.numel() * buffer.element_size() for name, buffer in model.skeleton.named_buffers() if name not in held
     )
 
 
@@ -102,7 +95,7 @@ def _step(placements: tuple[Placement, ...], choice: Choice, tokens: int, device
         tokens=tokens,
         zero_copy_bytes=sum(weight.step_bytes(tokens) for weight in zero_copy),
         prefetch_bytes=choice.ring.pass_bytes if choice.ring is not None else 0,
-        transfers=len(zero_copy) + (len(choice.ring.layers) if choice.ring is not None else 0),
+        transfers=sum(w.step_reads for w in zero_copy) + (len(choice.ring.layers) if choice.ring is not None else 0),
         link=device.link,
     )
 
@@ -113,7 +106,7 @@ def _model_notes(model: ModelMap, settings: Settings, zero_copy: bool) -> list[s
         operations = sorted({why for _, why in decoded})
         total = sum(weight.nbytes for weight, _ in decoded)
         notes.append(
-            f"{len(decoded)} weights ({format_bytes(total)}) are transformed while loading: {', '.join(operations)}"
+            f"{len(decoded)} weights ({format_bytes(total)}) are transformed while loading: {'; '.join(operations)}"
         )
     if model.unused:
         notes.append(f"{len(model.unused)} checkpoint tensors are not part of this architecture: {_few(model.unused)}")
@@ -141,8 +134,8 @@ def _refuse_capacity(plan: Plan, settings: Settings) -> None:
             f"{format_bytes(memory.available_host_bytes)} are available (the control group's limit included)",
             hint="offload less, or raise the limit",
         )
-    extension = settings.offload.overspill
-    stated = extension.device_fit.weight_budget_bytes if extension is not None and extension.device_fit else None
+    fit = settings.offload.extension.device_fit
+    stated = fit.weight_budget_bytes if fit is not None else None
     if stated == 0:  # vllm.cpp's meaning: no verdict before loading
         return
     limit = memory.available_device_bytes if stated is None else stated
@@ -157,7 +150,8 @@ def _refuse_capacity(plan: Plan, settings: Settings) -> None:
             f"{plan.device_name}: {what} need {format_bytes(needed)} of device memory "
             f"(weights {format_bytes(memory.weights_bytes)}, buffer pool {format_bytes(memory.buffer_pool_bytes)}, "
             f"KV cache {format_bytes(memory.kv_cache_bytes or 0)} for {plan.sequences} x {plan.context_tokens} tokens; "
-            f"the largest weight is {largest.full}, {format_bytes(largest.nbytes)}), the limit is {format_bytes(limit)}",
+            f"the largest weight is {largest.full}, {format_bytes(largest.nbytes)}), "
+            f"the limit is {format_bytes(limit)}",
             hint=f"offload {format_bytes(missing)} more (--cpu-offload-gb "
             f"{(plan.offloaded_bytes + missing) / (1 << 30) + 0.005:.2f}), "
             "or allow fewer or shorter sequences (--max-num-seqs, --max-model-len)",

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from overspill.config import OffloadConfig, check_selector, closest, format_bytes, matches
+from overspill.config import OffloadConfig, closest, format_bytes, matches
 from overspill.errors import ConfigError
 from overspill.model.weights import ModelMap, Role, Weight
 from overspill.plan.placement import Access, Ring, RingLayer
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,7 @@ def choose(model: ModelMap, offload: OffloadConfig, *, zero_copy: bool) -> Choic
     if backend == "prefetch":
         return _prefetch(model, offload)
     if backend == "uva":
-        order = offload.overspill.order if offload.overspill is not None else None
-        return _budget(model, offload, order or "traffic", zero_copy=zero_copy)
+        return _budget(model, offload, offload.extension.order, zero_copy=zero_copy)
     return Choice({})
 
 
@@ -38,7 +35,7 @@ def choose(model: ModelMap, offload: OffloadConfig, *, zero_copy: bool) -> Choic
 
 
 def _budget(model: ModelMap, offload: OffloadConfig, order: str, *, zero_copy: bool) -> Choice:
-    budget = int(offload.uva.cpu_offload_gb * GIB)
+    budget = offload.uva.budget_bytes
     eligible = [w for w in model if w.role is not Role.BUFFER and w.nbytes > 0]
     if order == "declaration" or not zero_copy:  # vLLM reaches the layers only; a staged copy is made layer by layer
         eligible = [w for w in eligible if w.name.stack is not None]
@@ -81,7 +78,7 @@ def _budget(model: ModelMap, offload: OffloadConfig, order: str, *, zero_copy: b
 def _why_budget(weight: Weight, order: str) -> str:
     if order == "declaration":
         return "budget, in declaration order"
-    if weight.rows_only:
+    if not weight.whole_read:
         return "budget: a step reads only the rows it looks up"
     if weight.routing is not None:
         return f"budget: a token reads {weight.routing.top_k} of {weight.routing.experts} experts"
@@ -93,7 +90,11 @@ def _why_budget(weight: Weight, order: str) -> str:
 
 def _prefetch(model: ModelMap, offload: OffloadConfig) -> Choice:
     settings = offload.prefetch
-    size, num, step = settings.offload_group_size, settings.offload_num_in_group, settings.offload_prefetch_step
+    size, num, step = (
+        settings.offload_group_size,
+        settings.offload_num_in_group,
+        settings.offload_prefetch_step,
+    )
     decoder = next(stack for stack in model.stacks if not stack.tower)
     chosen = [n for n in range(decoder.layers) if n % size >= size - num]
     if not chosen:
@@ -129,14 +130,14 @@ def _prefetch(model: ModelMap, offload: OffloadConfig) -> Choice:
         )
     if ring.pass_bytes <= ring.pool_bytes:
         raise ConfigError(
-            f"prefetch would offload {format_bytes(ring.pass_bytes)} and take {format_bytes(ring.pool_bytes)} of buffers: "
-            "nothing is saved",
+            f"prefetch would offload {format_bytes(ring.pass_bytes)} and take "
+            f"{format_bytes(ring.pool_bytes)} of buffers: nothing is saved",
             hint="a smaller offload_prefetch_step, or more layers",
         )
     if step < num:
         warnings.append(
-            f"offload_prefetch_step ({step}) is smaller than offload_num_in_group ({num}): offloaded layers follow each "
-            f"other, and the copy of one can start only when the one {step} before it has run; "
+            f"offload_prefetch_step ({step}) is smaller than offload_num_in_group ({num}): offloaded layers follow "
+            f"each other, and the copy of one can start only when the one {step} before it has run; "
             f"a step of {num} overlaps them"
         )
     reason = f"group rule: layer mod {size} >= {size - num}"
@@ -175,13 +176,14 @@ def _selected(weights: Sequence[Weight], selectors: Iterable[str], field: str) -
         return list(weights)
     kept: set[str] = set()
     for selector in selectors:
-        check_selector(selector)
         hits = {w.full for w in weights if any(matches(selector, name) for name in w.names)}
         if not hits:
             near = closest(selector, [w.name for w in weights])
             raise ConfigError(
                 f"{field}: {selector!r} matches no weight of this model",
-                hint=f"the closest names are {', '.join(near)}" if near else "see `overspill plan --json` for the names",
+                hint=f"the closest names are {', '.join(near)}"
+                if near
+                else "see `overspill plan --json` for the names",
             )
         kept |= hits
     return [w for w in weights if w.full in kept]

@@ -1,0 +1,34 @@
+"""Long work shows how far it is, on stderr, where someone is looking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+err = Console(stderr=True, soft_wrap=True)
+out = Console(width=None if Console().is_terminal else 110)
+
+
+@contextmanager
+def loading(total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar that is fed with the bytes read as they arrive."""
+    columns = (
+        TextColumn("loading"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task("loading", total=total_bytes)
+        yield lambda nbytes: progress.advance(task, nbytes)

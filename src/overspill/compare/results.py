@@ -1,0 +1,212 @@
+"""What goes to a worker process and what comes back: plain values, written as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one side. `document` is an offload document, `engine` fields of EngineSettings.
+
+    `folder` takes RESULT, LOGITS or ERROR. Each prompt is token ids.
+    """
+
+    model: str
+    document: dict[str, Any]
+    engine: dict[str, Any]
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    folder: str
+
+
+RESULT, LOGITS, ERROR = "result.json", "logits.safetensors", "error.json"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An OverspillError of a worker, to be raised again as what it was."""
+
+    kind: str
+    message: str
+    hint: str | None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass: `tokens` positions, its time, and what the link carried meanwhile against what was planned.
+
+    `planned_low` and `planned_high` differ only where routing decides: several tokens may share their experts or not.
+    """
+
+    tokens: int
+    seconds: float
+    link_bytes: int
+    stall_s: float
+    planned_low: float
+    planned_high: float
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One prompt's answer. `link_bytes` is the whole of it, from an idle link to an idle link.
+
+    The first pass is over the prompt; each of the others decodes one token.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    passes: tuple[Pass, ...]
+    link_bytes: int
+
+    @property
+    def decode(self) -> tuple[Pass, ...]:
+        return self.passes[1:]
+
+
+@dataclass(frozen=True)
+class PlacedWeight:
+    """One weight: what it is and why it is where it is (the plan), and where that really is (the ledger)."""
+
+    name: str
+    aliases: tuple[str, ...]
+    stack: str | None
+    layer: int | None
+    role: str
+    dtype: str
+    bytes: int
+    tier: str
+    access: str
+    reason: str
+    address: int
+    host_address: int | None
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One block of memory: what was asked for and what the allocator took, in bytes."""
+
+    purpose: str
+    tier: str
+    requested_bytes: int
+    allocated_bytes: int
+    pinned: bool
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What the plan said beforehand. Bytes, but for `link_floor_s`: seconds a decoded token takes at least.
+
+    The step's figures are for one token, which is what a decode step of a comparison computes. None: not known.
+    """
+
+    backend: str | None
+    offloaded_bytes: int
+    saved_bytes: int
+    weights_bytes: int
+    buffer_pool_bytes: int
+    kv_cache_bytes: int | None
+    working_bytes: int | None
+    host_bytes: int
+    context_tokens: int
+    sequences: int
+    zero_copy_bytes: float
+    prefetch_bytes: int
+    zero_copy_floor_s: float | None
+    prefetch_floor_s: float | None
+
+    @property
+    def link_bytes(self) -> float:
+        return self.zero_copy_bytes + self.prefetch_bytes
+
+    @property
+    def link_floor_s(self) -> float | None:
+        if self.zero_copy_floor_s is None or self.prefetch_floor_s is None:
+            return None
+        return self.zero_copy_floor_s + self.prefetch_floor_s
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Device bytes as measured: held after loading, by purpose, and the most while generating.
+
+    `kv_cache_peak_bytes` is what caches held, `peak_bytes` everything at once, reservations included.
+    """
+
+    held_bytes: dict[str, int]
+    kv_cache_peak_bytes: int
+    peak_bytes: int
+    budget_bytes: int
+    process_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """All that one run measured, but for the logits, which lie in a file beside it."""
+
+    device_kind: str
+    device_name: str
+    zero_copy_counted: bool
+    plan: Forecast
+    weights: tuple[PlacedWeight, ...]
+    blocks: tuple[Allocation, ...]
+    memory: Memory
+    load_seconds: float
+    read_bytes: int
+    generations: tuple[Generation, ...]
+    notes: tuple[str, ...]
+    versions: dict[str, str]
+    threads: int
+
+    @property
+    def host_ledger_bytes(self) -> int:
+        return sum(weight.bytes for weight in self.weights if weight.tier == "host")
+
+    @property
+    def weights_and_pool_bytes(self) -> int:
+        """Device bytes held after loading for weights and the prefetch ring."""
+        return self.memory.held_bytes.get("weights", 0) + self.memory.held_bytes.get("buffer_pool", 0)
+
+    @property
+    def longest_tokens(self) -> int:
+        """The most tokens that a cache held: the last token of an answer is never fed back."""
+        return max(len(g.prompt_ids) + len(g.token_ids) - 1 for g in self.generations)
+
+    @property
+    def token_ids(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(generation.token_ids for generation in self.generations)
+
+    @property
+    def decode_seconds(self) -> list[float]:
+        return [p.seconds for generation in self.generations for p in generation.decode]
+
+    @property
+    def decode_median_s(self) -> float | None:
+        return median(self.decode_seconds) if self.decode_seconds else None
+
+    @property
+    def prompt_median_s(self) -> float:
+        return median(generation.passes[0].seconds for generation in self.generations)
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """(least, median, most)."""
+    return min(values), median(values), max(values)
+
+
+def to_json(value: Any) -> bytes:
+    """A dataclass of this file as JSON."""
+    return TypeAdapter(type(value)).dump_json(value)
+
+
+def from_json(kind: type[T], text: bytes) -> T:
+    return TypeAdapter(kind).validate_json(text)

@@ -1,0 +1,143 @@
+"""What each side runs: settings judged, prompts as token ids, memory planned, before any process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from overspill.api import OffloadDocument, prepare, settings_of
+from overspill.checkpoint import open_checkpoint
+from overspill.compare.prompts import Prompt, encode_all
+from overspill.compare.results import Job
+from overspill.config import FLAGS, Settings, format_bytes
+from overspill.errors import CapacityError, ConfigError
+from overspill.machine.memory import host_available_bytes
+from overspill.machine.select import select_device
+from overspill.plan import Plan, refuse_device
+
+_ROOMY_BYTES = 1 << 60
+_SLACK_BYTES = 16 << 20
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side's job and plan. `job.folder` is filled in for each run."""
+
+    name: str
+    job: Job
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Both sides. `baseline` is None where `baseline_missing` says why; `notes` are lines for the report."""
+
+    baseline: Side | None
+    candidate: Side
+    baseline_missing: str | None
+    notes: tuple[str, ...]
+
+
+def make_contest(
+    model: str | Path,
+    baseline: OffloadDocument,
+    candidate: OffloadDocument,
+    *,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    options: Mapping[str, Any],
+) -> Contest:
+    """Plan both sides. `options` are engine settings for both, and vLLM's flat flags for the candidate.
+
+    Raises ConfigError before any file is opened; then what `overspill.plan` raises.
+    """
+    wanted = settings_of(candidate, options)
+    resident = settings_of(baseline, {name: value for name, value in options.items() if name not in FLAGS})
+    if not wanted.offload.offloads:
+        raise ConfigError(
+            "the candidate offloads nothing, so there is nothing to compare",
+            hint="say what to offload, for example --cpu-offload-gb 4 or --offload-group-size 4",
+        )
+    if max_tokens < 1:
+        raise ConfigError(f"max_tokens is {max_tokens}", hint="max_tokens must be at least 1")
+    if not prompts:
+        raise ConfigError("there is no prompt", hint="give at least one")
+    device = select_device(wanted.engine)
+    refuse_device(wanted, device)
+    checkpoint = open_checkpoint(model, revision=wanted.engine.revision)
+    ids = encode_all(prompts, checkpoint, trust_remote_code=wanted.engine.trust_remote_code)
+    tokens = _context(wanted, max(map(len, ids)) + max_tokens)
+    wanted = _with_engine(wanted, device=device.kind, max_model_len=tokens)
+    resident = _with_engine(resident, device=device.kind, max_model_len=tokens)
+
+    def side(name: str, settings: Settings, plan: Plan) -> Side:
+        job = Job(
+            model=str(model),
+            document=settings.offload.model_dump(mode="json", exclude_defaults=True),
+            engine=settings.engine.model_dump(mode="json", exclude_defaults=True),
+            prompts=ids,
+            max_tokens=max_tokens,
+            folder="",
+        )
+        return Side(name, job, plan)
+
+    chosen = side("candidate", wanted, prepare(model, wanted).plan)
+    try:
+        fitted, plan, note = _fitted(model, resident)
+    except CapacityError as error:
+        if resident.offload.offloads:
+            raise
+        return Contest(None, chosen, f"the baseline does not fit: {error.message}", wanted.notes)
+    notes = (*dict.fromkeys((*wanted.notes, *resident.notes)), *((note,) if note else ()))
+    return Contest(side("baseline", fitted, plan), chosen, None, notes)
+
+
+def _context(settings: Settings, needed: int) -> int:
+    """Tokens that memory is planned for: what was asked, or else exactly what this comparison needs."""
+    asked = settings.engine.max_model_len
+    if asked is not None and asked < needed:
+        raise ConfigError(
+            f"max_model_len is {asked}, but the longest prompt and its answer take {needed} tokens",
+            hint=f"a max_model_len of at least {needed}, or none: the default is exactly that",
+        )
+    return asked or needed
+
+
+def _with_engine(settings: Settings, **changes: Any) -> Settings:
+    return replace(settings, engine=settings.engine.model_copy(update=changes))
+
+
+def _fitted(model: str | Path, settings: Settings) -> tuple[Settings, Plan, str | None]:
+    """The baseline's settings and plan, on the emulated device with as much memory as it needs, and a line about it.
+
+    Raises CapacityError where a real device, or the memory that the emulated one is made of, does not hold it.
+    """
+    device = select_device(settings.engine)
+    if device.kind != "emulated":
+        return settings, prepare(model, settings, device).plan, None
+    roomy = _with_engine(settings, device_memory_bytes=_ROOMY_BYTES)
+    needed = _needed_bytes(prepare(model, roomy).plan)
+    if needed <= device.memory_bytes:
+        return settings, prepare(model, settings, device).plan, None
+    if needed > host_available_bytes():
+        raise CapacityError(
+            f"it needs {format_bytes(needed)} of emulated device memory, {format_bytes(host_available_bytes())} of "
+            "real memory are free"
+        )
+    note = (
+        f"the baseline needs {format_bytes(needed)} of device memory and {format_bytes(device.memory_bytes)} were "
+        "asked for: on the emulated device it gets what it needs, so that there is something to compare with"
+    )
+    enlarged = _with_engine(settings, device_memory_bytes=needed)
+    return enlarged, prepare(model, enlarged).plan, note
+
+
+def _needed_bytes(plan: Plan) -> int:
+    """Device bytes that `plan` takes while running, in whole MiB; generous where working memory is only guessed."""
+    memory = plan.memory
+    working = memory.working_bytes
+    spare = working + _SLACK_BYTES if working is not None else memory.weights_bytes + _SLACK_BYTES
+    return -(-(memory.device_bytes + spare) // _MIB) * _MIB

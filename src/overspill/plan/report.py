@@ -1,0 +1,209 @@
+"""The plan for people (rich renderables) and for machines (JSON)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from overspill.config import format_bytes
+from overspill.plan.placement import Access, Placement, Plan, Tier
+
+SCHEMA = 1
+
+
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """Everything the plan says; bytes and seconds, no rounding. `schema` is raised when a key changes its meaning."""
+    memory, step, model = plan.memory, plan.step, plan.model
+    return {
+        "schema": SCHEMA,
+        "model": {
+            "architecture": model.architecture,
+            "bytes": model.nbytes,
+            "parameters": sum(_elements(p) for p in plan.placements),
+            "layers": {stack.path: stack.layers for stack in model.stacks},
+            "files": [str(path.name) for path in model.checkpoint.files] if model.checkpoint is not None else [],
+        },
+        "device": {
+            "kind": plan.device_kind,
+            "name": plan.device_name,
+            "emulated": plan.device_kind == "emulated",
+            "link": None
+            if step.link is None
+            else {
+                "bytes_per_s": step.link.bandwidth,
+                "latency_s": step.link.latency_s,
+                "measured": step.link.measured,
+            },
+        },
+        "backend": plan.backend,
+        "order": plan.order,
+        "context_tokens": plan.context_tokens,
+        "sequences": plan.sequences,
+        "offloaded_bytes": plan.offloaded_bytes,
+        "saved_bytes": plan.saved_bytes,
+        "memory": {
+            "device": {
+                "weights_bytes": memory.weights_bytes,
+                "buffer_pool_bytes": memory.buffer_pool_bytes,
+                "kv_cache_bytes": memory.kv_cache_bytes,
+                "working_bytes": memory.working_bytes,
+                "total_bytes": memory.device_bytes,
+                "available_bytes": memory.available_device_bytes,
+            },
+            "host": {
+                "weights_bytes": memory.host_bytes,
+                "available_bytes": memory.available_host_bytes,
+                "pinned": plan.pinned,
+            },
+        },
+        "step": {
+            "tokens": step.tokens,
+            "link_bytes": step.link_bytes,
+            "zero_copy_bytes": step.zero_copy_bytes,
+            "prefetch_bytes": step.prefetch_bytes,
+            "transfers": step.transfers,
+            "link_floor_s": step.link_floor_s,
+        },
+        "ring": None
+        if plan.ring is None
+        else {
+            "step": plan.ring.step,
+            "look_ahead": plan.ring.look_ahead,
+            "buffer_bytes": plan.ring.buffer_bytes,
+            "layers": [layer.path for layer in plan.ring.layers],
+        },
+        "weights": [
+            {
+                "name": p.weight.full,
+                "tied": list(p.weight.aliases),
+                "role": p.weight.role.value,
+                "stack": p.weight.name.stack,
+                "layer": p.weight.name.layer,
+                "shape": list(p.weight.shape),
+                "dtype": str(p.weight.dtype).removeprefix("torch."),
+                "bytes": p.weight.nbytes,
+                "tier": p.tier.value,
+                "access": p.access.value,
+                "reason": p.reason,
+            }
+            for p in plan.placements
+        ],
+        "notes": list(plan.notes),
+        "warnings": list(plan.warnings),
+    }
+
+
+def render_plan(plan: Plan) -> RenderableType:
+    """The plan as tables for a terminal."""
+    parts: list[RenderableType] = [_headline(plan), _placement_table(plan), _memory_table(plan)]
+    if plan.backend is not None:
+        parts.append(_step_line(plan))
+    parts += [Text(f"note: {note}", style="dim") for note in plan.notes]
+    parts += [Text(f"warning: {warning}", style="yellow") for warning in plan.warnings]
+    return Group(*parts)
+
+
+def _headline(plan: Plan) -> Text:
+    model = plan.model
+    stacks = ", ".join(f"{stack.layers} layers in {stack.path}" for stack in model.stacks)
+    count = sum(_elements(p) for p in plan.placements)
+    return Text.assemble(
+        (model.architecture, "bold"),
+        f", {count / 1e9:.3f} B parameters, {format_bytes(model.nbytes)} in {_dtypes(plan)}, {stacks}\n",
+        f"on {plan.device_name}, {plan.sequences} x {plan.context_tokens} tokens, ",
+        "nothing offloaded" if plan.backend is None else f"backend {plan.backend}",
+        f" in {plan.order} order" if plan.backend == "uva" else "",
+    )
+
+
+def _dtypes(plan: Plan) -> str:
+    return " and ".join(sorted({str(p.weight.dtype).removeprefix("torch.") for p in plan.placements}))
+
+
+def _placement_table(plan: Plan) -> Table:
+    table = Table(title="Where the weights go", title_justify="left")
+    for column in ("tier", "access", "role"):
+        table.add_column(column)
+    for column in ("weights", "bytes"):
+        table.add_column(column, justify="right")
+    table.add_column("layers", overflow="fold")
+    table.add_column("why", overflow="fold")
+    for (tier, access, role, reason), group in _grouped(plan.placements):
+        table.add_row(
+            tier,
+            access,
+            role,
+            str(len(group)),
+            format_bytes(sum(p.weight.nbytes for p in group)),
+            _ranges(p.weight.name.layer for p in group),
+            reason,
+        )
+    return table
+
+
+def _grouped(placements: Iterable[Placement]) -> Iterator[tuple[tuple[str, str, str, str], list[Placement]]]:
+    groups: dict[tuple[str, str, str, str], list[Placement]] = {}
+    for p in placements:
+        groups.setdefault((p.tier.value, p.access.value, p.weight.role.value, p.reason), []).append(p)
+    yield from sorted(groups.items(), key=lambda item: (item[0][0], -sum(p.weight.nbytes for p in item[1])))
+
+
+def _ranges(layers: Iterable[int | None]) -> str:
+    """Layer numbers as ranges: "0-3, 7"; weights outside any layer add nothing."""
+    numbers = sorted({n for n in layers if n is not None})
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _memory_table(plan: Plan) -> Table:
+    memory = plan.memory
+    table = Table(title="Memory forecast", title_justify="left")
+    table.add_column("where")
+    table.add_column("what")
+    table.add_column("bytes", justify="right")
+    rows = [
+        ("weights", memory.weights_bytes),
+        ("buffer pool", memory.buffer_pool_bytes),
+        (f"KV cache, {plan.sequences} x {plan.context_tokens} tokens", memory.kv_cache_bytes),
+        ("working memory of a prompt pass", memory.working_bytes),
+        ("together", memory.device_bytes),
+        ("available", memory.available_device_bytes),
+    ]
+    for what, nbytes in rows:
+        table.add_row("device", what, "not known" if nbytes is None else format_bytes(nbytes))
+    if plan.on(Tier.HOST):
+        table.add_section()
+        table.add_row("host", "weights" + (", pinned" if plan.pinned else ""), format_bytes(memory.host_bytes))
+        table.add_row("host", "available", format_bytes(memory.available_host_bytes))
+        table.add_section()
+        table.add_row("saved", "offloaded less buffer pool", format_bytes(plan.saved_bytes))
+    return table
+
+
+def _step_line(plan: Plan) -> Text:
+    step = plan.step
+    text = Text(
+        f"a step over {step.tokens} token{'s' * (step.tokens != 1)} moves {format_bytes(round(step.link_bytes))}"
+    )
+    if step.link is not None and step.link_floor_s is not None:
+        kind = "measured" if step.link.measured else "stated"
+        text.append(
+            f" across the link: at least {step.link_floor_s * 1e3:.2f} ms at {step.link.bandwidth / 1e9:.1f} GB/s "
+            f"({kind}{', emulated: no GPU time' if plan.device_kind == 'emulated' else ''})"
+        )
+    if any(p.access is Access.ZERO_COPY and p.weight.routing is not None for p in plan.placements):
+        text.append("; routed experts as expected over many tokens")
+    return text
+
+
+def _elements(placement: Placement) -> int:
+    return placement.weight.nbytes // placement.weight.dtype.itemsize

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test asks the hub for anything
+
+import pytest
+import torch
+
+# With more threads a float32 product is split differently, and its bits differ from those of one thread: what holds
+# two runs against each other bit for bit computes with one.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory):
+    """A function from a name in tiny_models.TINY to the folder of that checkpoint, written once a session."""
+    from tiny_models import maker
+
+    return maker(tmp_path_factory.mktemp("tiny"))

@@ -1,0 +1,194 @@
+"""Tiny random checkpoints of real architectures, as transformers itself writes them.
+
+Hidden and intermediate sizes are odd on purpose: rows, and single experts of a stack, then start at addresses that are
+no multiple of 16, which is where a copy that forgets alignment shows (docs/architecture.md, "Same bits in every tier").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+VOCABULARY = 128
+CONTEXT = 32
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 35,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """One checkpoint: a configuration class, what to set in it, and how to write it."""
+
+    config_class: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    fused: bool = False
+    max_shard_size: str | None = None
+
+    def config(self) -> Any:
+        return getattr(transformers, self.config_class)(**{**_COMMON, **self.options})
+
+    def model(self) -> nn.Module:
+        """The model itself, seeded: every weight drawn so that every weight changes the logits."""
+        torch.manual_seed(self.seed)
+        config = self.config()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        generator = torch.Generator().manual_seed(self.seed)
+        with torch.no_grad():
+            for name, parameter in sorted(model.named_parameters()):
+                drawn = torch.randn(parameter.shape, generator=generator)
+                if parameter.dim() < 2:
+                    parameter.add_(0.1 * drawn)
+                elif "embed" in name:
+                    parameter.copy_(drawn)
+                else:
+                    parameter.copy_(drawn * parameter.shape[-1] ** -0.5)
+        return model.to(self.dtype).requires_grad_(False)
+
+    def save(self, folder: Path) -> None:
+        """Write it. transformers writes merged experts under their original per-expert names; `fused` does not."""
+        model = self.model()
+        if self.fused:
+            model.config.save_pretrained(folder)
+            tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        elif self.max_shard_size is not None:
+            model.save_pretrained(folder, max_shard_size=self.max_shard_size)
+        else:
+            model.save_pretrained(folder)
+
+
+_LLAMA = {"intermediate_size": 45}
+_MIXTRAL = {"intermediate_size": 11, "num_local_experts": 6, "num_experts_per_tok": 2}
+_QWEN3_MOE = {
+    "intermediate_size": 45,
+    "moe_intermediate_size": 11,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+
+TINY: Mapping[str, Tiny] = {
+    "llama": Tiny("LlamaConfig", _LLAMA),
+    "llama_tied": Tiny("LlamaConfig", {**_LLAMA, "tie_word_embeddings": True}),
+    "llama_bf16": Tiny("LlamaConfig", _LLAMA, dtype=torch.bfloat16),
+    "llama_sharded": Tiny("LlamaConfig", _LLAMA, max_shard_size="30KB"),
+    "qwen3": Tiny("Qwen3Config", {"intermediate_size": 45}),
+    "qwen3_moe": Tiny("Qwen3MoeConfig", _QWEN3_MOE),
+    "mixtral": Tiny("MixtralConfig", _MIXTRAL),
+    "mixtral_fused": Tiny("MixtralConfig", _MIXTRAL, fused=True),
+    "gpt_oss": Tiny(
+        "GptOssConfig",
+        {
+            "intermediate_size": 11,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "gemma3": Tiny(
+        "Gemma3TextConfig",
+        {"intermediate_size": 45, "sliding_window": 8, "query_pre_attn_scalar": 8, "sliding_window_pattern": 3},
+    ),
+    "deepseek_v2": Tiny(
+        "DeepseekV2Config",
+        {
+            "intermediate_size": 45,
+            "moe_intermediate_size": 11,
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 10,
+            "q_lora_rank": 13,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "head_dim": 4,
+            "num_key_value_heads": 5,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "qwen3_next": Tiny(
+        "Qwen3NextConfig",
+        {
+            **_QWEN3_MOE,
+            "shared_expert_intermediate_size": 11,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "nemotron_h": Tiny(
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2,
+            "num_hidden_layers": 8,
+            "hidden_size": 35,
+            "intermediate_size": 45,
+            "moe_intermediate_size": 11,
+            "moe_shared_expert_intermediate_size": 13,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 8,
+        },
+    ),
+}  # fmt: skip
+
+ARCHITECTURES = (
+    "llama",
+    "llama_tied",
+    "llama_bf16",
+    "qwen3",
+    "qwen3_moe",
+    "deepseek_v2",
+    "gpt_oss",
+    "gemma3",
+    "qwen3_next",
+    "nemotron_h",
+    "mixtral",
+    "mixtral_fused",
+)
+"""What the equality matrix runs."""
+
+MakeTiny = Callable[[str], Path]
+
+
+def maker(root: Path) -> MakeTiny:
+    """A function from a name in TINY to its folder below `root`, written when first asked for."""
+
+    def make(name: str) -> Path:
+        folder = root / name
+        if not folder.exists():
+            TINY[name].save(folder)
+        return folder
+
+    return make
