@@ -18,7 +18,6 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/installed
 	model=$$($(BIN)/python examples/demo_model.py --cache $(CACHE)) && \
-	$(BIN)/overspill plan "$$model" $(DEMO_DEVICE) --cpu-offload-gb 0.3 --max-model-len 128 && \
 	$(BIN)/overspill compare "$$model" $(DEMO_DEVICE) --cpu-offload-gb 0.3 \
 		--prompt "What is the capital of France?" --prompt "Name three colours." \
 		--max-tokens 24 --output report

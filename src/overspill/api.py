@@ -97,9 +97,7 @@ def load(
     return start(prepare(model, settings_of(offload_config, options)), progress)
 
 
-def offload(
-    model: nn.Module, offload_config: OffloadDocument, *, tokens: int = 512, **options: Any
-) -> PlacedModel:
+def offload(model: nn.Module, offload_config: OffloadDocument, *, tokens: int = 512, **options: Any) -> PlacedModel:
     """Move the weights of a transformers model that the caller built as `offload_config` says.
 
     `model` is changed in place and stays usable: run it inside `placed.running()`. Its tensors are handed over one by
@@ -107,9 +105,7 @@ def offload(
     """
     settings = settings_of(offload_config, options)
     if not settings.offload.offloads:
-        raise ConfigError(
-            "overspill.offload() was given no offload", hint='for example {"uva": {"cpu_offload_gb": 4}}'
-        )
+        raise ConfigError("overspill.offload() was given no offload", hint='for example {"uva": {"cpu_offload_gb": 4}}')
     device = select_device(settings.engine)
     refuse_device(settings, device)
     if any(isinstance(p, torch.Tensor) and p.requires_grad for p in model.parameters()):

@@ -85,7 +85,7 @@ class AccountBesideAModel(RuleBasedStateMachine):
         assert self.account.peak_bytes == self.peak
 
 
-AccountBesideAModel.TestCase.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)
+AccountBesideAModel.TestCase.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
 TestAccountBesideAModel = AccountBesideAModel.TestCase
 
 

@@ -123,7 +123,5 @@ def _record(header: GgufHeader, tensor: TensorInfo, alignment: int, data_start: 
     nbytes = encoding.nbytes(elements)
     offset = data_start + tensor.offset
     if offset + nbytes > header.file_bytes:
-        refuse(
-            f"its data ends at byte {offset + nbytes}, the file at {header.file_bytes}", hint=DOWNLOAD_AGAIN
-        )
+        refuse(f"its data ends at byte {offset + nbytes}, the file at {header.file_bytes}", hint=DOWNLOAD_AGAIN)
     return TensorRecord(tensor.name, encoding, tensor.dims[::-1], Extent(header.path, offset, nbytes))

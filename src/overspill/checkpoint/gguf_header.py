@@ -142,9 +142,7 @@ class _Parser:
 
     def array(self, what: str, depth: int) -> list[Any]:
         code = self.u32(f"the element type of {what}")
-        least_bytes = {_STRING: 8, _ARRAY: 12}.get(code) or (
-            _NUMBERS[code].itemsize if code in _NUMBERS else 1
-        )
+        least_bytes = {_STRING: 8, _ARRAY: 12}.get(code) or (_NUMBERS[code].itemsize if code in _NUMBERS else 1)
         count = self.count(f"the length of {what}", least_bytes)
         if count > MAX_ARRAY_ELEMENTS:
             raise self.error(f"{what} has {count} elements; {MAX_ARRAY_ELEMENTS} are the limit")
@@ -211,9 +209,7 @@ class _Parser:
         if end > size:
             raise self.error(f"{what} ends at byte {end}, the file at byte {size}")
         if end > MAX_HEADER_BYTES:
-            raise self.error(
-                f"{what} lies beyond the first {MAX_HEADER_BYTES} bytes, where no header reaches"
-            )
+            raise self.error(f"{what} lies beyond the first {MAX_HEADER_BYTES} bytes, where no header reaches")
         goal = min(max(end, 2 * have, FIRST_READ_BYTES), size)
         self.data += self.file.read(have, goal - have)
         if len(self.data) < end:

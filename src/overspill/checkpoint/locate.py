@@ -40,9 +40,7 @@ def open_checkpoint(model: str | Path, *, revision: str | None = None) -> Checkp
     if not path.exists():
         return _open_folder(_download(str(model), revision))
     if revision is not None:
-        raise ConfigError(
-            f"revision {revision!r} is given for local files: {path}", hint="leave the revision out"
-        )
+        raise ConfigError(f"revision {revision!r} is given for local files: {path}", hint="leave the revision out")
     return _open_folder(path) if path.is_dir() else _open_file(path)
 
 
@@ -103,9 +101,7 @@ def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2
 
     try:
-        folder = snapshot_download(
-            model, revision=revision, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED
-        )
+        folder = snapshot_download(model, revision=revision, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED)
     except (OSError, ValueError, HTTPError) as error:
         where = model if revision is None else f"{model} at revision {revision}"
         raise CheckpointError(

@@ -114,9 +114,7 @@ def _checkpoint(folder: Path, shards: Iterable[Shard]) -> Checkpoint:
     with _collector_paused():
         for shard in shards:
             for name in tensors.keys() & shard.tensors.keys():
-                raise CheckpointError(
-                    f"tensor {name!r} stands in {tensors[name].extent.file} and in {shard.path}"
-                )
+                raise CheckpointError(f"tensor {name!r} stands in {tensors[name].extent.file} and in {shard.path}")
             tensors |= shard.tensors
             metadata |= shard.metadata
             files.append(shard.path)

@@ -83,15 +83,14 @@ def compare(
     for name, value in (("repeat", repeat), ("max_slowdown", max_slowdown), ("deadline_s", deadline_s)):
         if value is not None and not value > 0:
             raise ConfigError(f"{name} is {value}", hint=f"{name} must be above 0")
-    contest = make_contest(
-        model, baseline, candidate, prompts=prompts, max_tokens=max_tokens, options=options
-    )
+    contest = make_contest(model, baseline, candidate, prompts=prompts, max_tokens=max_tokens, options=options)
     hear = progress or _ignore
     hear(Planned(contest.baseline.plan if contest.baseline else None, contest.candidate.plan))
     evidence = run_contest(contest, repeat=repeat, deadline_s=deadline_s, progress=hear)
     report = Report(
         model=str(model),
         architecture=contest.candidate.plan.model.architecture,
+        prompts=contest.prompts,
         verdicts=judge(evidence, max_slowdown=max_slowdown),
         baseline=_side_report(contest.baseline, evidence.baseline, evidence.baseline_differences),
         candidate=_side_report(contest.candidate, evidence.candidate, evidence.candidate_differences),
@@ -152,10 +151,7 @@ def run_contest(contest: Contest, *, repeat: int, deadline_s: float, progress: P
 def _may_be_missing(side: Side, reference: object) -> bool:
     """Whether this is the first run of a baseline without offload on a real device: then it need not fit."""
     return (
-        side.name == "baseline"
-        and side.plan.device_kind == "cuda"
-        and side.plan.backend is None
-        and reference is None
+        side.name == "baseline" and side.plan.device_kind == "cuda" and side.plan.backend is None and reference is None
     )
 
 

@@ -33,9 +33,7 @@ def encode_all(
             ids = list(prompt)
         elif getattr(tokenizer, "chat_template", None):
             message = [{"role": "user", "content": prompt}]
-            ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
+            ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
         else:
             ids = tokenizer(prompt)["input_ids"]
         if not ids:

@@ -58,6 +58,7 @@ class Report:
 
     model: str
     architecture: str
+    prompts: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
     baseline: SideReport | None
     candidate: SideReport

@@ -33,11 +33,15 @@ class Side:
 
 @dataclass(frozen=True)
 class Contest:
-    """Both sides. `baseline` is None where `baseline_missing` says why; `notes` are lines for the report."""
+    """Both sides. `baseline` is None where `baseline_missing` says why; `notes` are lines for the report.
+
+    `prompts` are as they were given, for people to read.
+    """
 
     baseline: Side | None
     candidate: Side
     baseline_missing: str | None
+    prompts: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -84,15 +88,16 @@ def make_contest(
         )
         return Side(name, job, plan)
 
+    shown = tuple(p if isinstance(p, str) else f"token ids {' '.join(map(str, p))}" for p in prompts)
     chosen = side("candidate", wanted, prepare(model, wanted).plan)
     try:
         fitted, plan, note = _fitted(model, resident)
     except CapacityError as error:
         if resident.offload.offloads:
             raise
-        return Contest(None, chosen, f"the baseline does not fit: {error.message}", wanted.notes)
+        return Contest(None, chosen, f"the baseline does not fit: {error.message}", shown, wanted.notes)
     notes = (*dict.fromkeys((*wanted.notes, *resident.notes)), *((note,) if note else ()))
-    return Contest(side("baseline", fitted, plan), chosen, None, notes)
+    return Contest(side("baseline", fitted, plan), chosen, None, shown, notes)
 
 
 def _context(settings: Settings, needed: int) -> int:

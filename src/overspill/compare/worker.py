@@ -96,8 +96,7 @@ def measure(job: Job) -> tuple[RunResult, dict[str, torch.Tensor]]:
         plan=_forecast(plan),
         weights=_weights(engine),
         blocks=tuple(
-            Allocation(b.purpose, b.tier, b.requested_bytes, b.allocated_bytes, b.pinned)
-            for b in engine.ledger.blocks
+            Allocation(b.purpose, b.tier, b.requested_bytes, b.allocated_bytes, b.pinned) for b in engine.ledger.blocks
         ),
         memory=memory,
         load_seconds=engine.ledger.load_seconds,

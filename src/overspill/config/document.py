@@ -96,9 +96,7 @@ class OffloadConfig(Frozen):
     )
     uva: UVAOffloadConfig = Field(default_factory=UVAOffloadConfig)
     prefetch: PrefetchOffloadConfig = Field(default_factory=PrefetchOffloadConfig)
-    overspill: ExtensionConfig | None = Field(
-        default=None, validation_alias=AliasChoices("overspill", "vllm_cpp")
-    )
+    overspill: ExtensionConfig | None = Field(default=None, validation_alias=AliasChoices("overspill", "vllm_cpp"))
 
     @model_validator(mode="before")
     @classmethod
@@ -128,10 +126,7 @@ class OffloadConfig(Frozen):
                 )
         uva, prefetch = self.uva.cpu_offload_gb > 0, size > 0
         if self.offload_backend == "uva" and prefetch:
-            _warn(
-                "Prefetch offload fields are set but offload_backend='uva'. "
-                "Prefetch settings will be ignored."
-            )
+            _warn("Prefetch offload fields are set but offload_backend='uva'. Prefetch settings will be ignored.")
         elif self.offload_backend == "prefetch" and uva:
             _warn("UVA offload fields are set but offload_backend='prefetch'. UVA settings will be ignored.")
         elif self.offload_backend == "auto" and uva and prefetch:

@@ -90,9 +90,7 @@ Positive = Annotated[int, BeforeValidator(_integer), AfterValidator(_positive)]
 class MmapConfig(Frozen):
     """Weights left in the mapped checkpoint file."""
 
-    enabled: Boolean | None = Field(
-        default=None, description="borrow the weights' bytes from the mapped file"
-    )
+    enabled: Boolean | None = Field(default=None, description="borrow the weights' bytes from the mapped file")
     prefault: Boolean | None = Field(default=None, description="read the borrowed pages while loading")
 
 

@@ -38,9 +38,7 @@ def refusal(text: str) -> PydanticCustomError:
     return PydanticCustomError(_REFUSED, "{text}", {"text": text})
 
 
-def validated(
-    document: type[DocumentT], fields: object, *, subject: str, at: tuple[str, ...] = ()
-) -> DocumentT:
+def validated(document: type[DocumentT], fields: object, *, subject: str, at: tuple[str, ...] = ()) -> DocumentT:
     """`fields` as a `document`; `at` is where it hangs in the whole, for the keys in the messages.
 
     Raises ConfigError with one line per mistake, each beginning with `subject`.
@@ -69,9 +67,7 @@ def shown(value: object) -> str:
 
 def dotted(location: Iterable[int | str]) -> str:
     """`placement.overrides[0].pattern` for ("placement", "overrides", 0, "pattern")."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(
-        "."
-    )
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
 
 
 def _told(details: ErrorDetails, document: type[Frozen], at: tuple[str, ...]) -> tuple[str, str | None]:
@@ -97,9 +93,7 @@ def _told(details: ErrorDetails, document: type[Frozen], at: tuple[str, ...]) ->
     return f'"{path}" is {shown(details["input"])}: {details["msg"]}', hint
 
 
-def _find(
-    document: type[BaseModel], location: Iterable[int | str]
-) -> tuple[type[BaseModel], FieldInfo | None]:
+def _find(document: type[BaseModel], location: Iterable[int | str]) -> tuple[type[BaseModel], FieldInfo | None]:
     """The innermost document at a location, and the field that was last passed on the way."""
     found: FieldInfo | None = None
     for part in location:

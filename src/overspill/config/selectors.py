@@ -83,9 +83,7 @@ def check_selector(selector: str, *, field: str = "selector") -> None:
         return ConfigError(f'"{field}" has the selector "{selector}": {why}', hint=hint)
 
     if not selector.strip():
-        raise refused(
-            "it is empty", 'name segments, like "experts"; leave the list empty to select everything'
-        )
+        raise refused("it is empty", 'name segments, like "experts"; leave the list empty to select everything')
     if "," in selector or any(character.isspace() for character in selector):
         raise refused(
             "one selector cannot hold several names",
@@ -141,9 +139,7 @@ def spellings(name: str) -> frozenset[str]:
     written = [parts, *_vllm_parts(parts)]
     for block in list(written):
         written += [
-            [*block[:at], _OLD_BLOCK, *block[at + 1 :]]
-            for at, pair in enumerate(pairwise(block))
-            if pair in _BLOCKS
+            [*block[:at], _OLD_BLOCK, *block[at + 1 :]] for at, pair in enumerate(pairwise(block)) if pair in _BLOCKS
         ]
         if _OLD_BLOCK in block:
             written.append(["mlp" if part == _OLD_BLOCK else part for part in block])

@@ -55,9 +55,9 @@ class EngineSettings(Frozen):
     device: Literal["auto", "cuda", "cpu", "emulated"] = Field(
         default="auto", description="what computes: auto, cuda, cpu or emulated"
     )
-    device_memory_bytes: (
-        Annotated[int, _text(parse_bytes, "device_memory_bytes"), Field(gt=0, strict=True)] | None
-    ) = Field(default=None, description="bytes of device memory that may be used")
+    device_memory_bytes: Annotated[int, _text(parse_bytes, "device_memory_bytes"), Field(gt=0, strict=True)] | None = (
+        Field(default=None, description="bytes of device memory that may be used")
+    )
     link_bandwidth: (
         Annotated[
             float,
@@ -83,9 +83,7 @@ class EngineSettings(Frozen):
     max_num_seqs: int = Field(default=1, gt=0, strict=True, description="requests computed at the same time")
     revision: str | None = Field(default=None, description="branch, tag or commit of a hub model")
     seed: int = Field(default=0, ge=0, lt=2**63, strict=True, description="seed of sampling")
-    trust_remote_code: bool = Field(
-        default=False, strict=True, description="whether a model may bring code of its own"
-    )
+    trust_remote_code: bool = Field(default=False, strict=True, description="whether a model may bring code of its own")
     debug: bool = Field(
         default=False, strict=True, description="check every access by address and poison released buffers"
     )
@@ -200,7 +198,6 @@ def _agree(section: list[str], key: str, stated: object, flag: object) -> bool:
         return stated == flag
     model = _SECTIONS[section[0]]
     meanings = [
-        getattr(validated(model, {key: value}, subject=SUBJECT, at=tuple(section)), key)
-        for value in (stated, flag)
+        getattr(validated(model, {key: value}, subject=SUBJECT, at=tuple(section)), key) for value in (stated, flag)
     ]
     return bool(meanings[0] == meanings[1])

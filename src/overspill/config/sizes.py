@@ -27,9 +27,7 @@ _BYTE_UNITS = {
 }
 # Mixed case such as "Gb" stays out: it is how gigabits are written.
 _BYTE_SPELLINGS = {
-    spelling: factor
-    for unit, factor in _BYTE_UNITS.items()
-    for spelling in (unit, unit.lower(), unit.upper())
+    spelling: factor for unit, factor in _BYTE_UNITS.items() for spelling in (unit, unit.lower(), unit.upper())
 }
 _SECOND_UNITS = {
     "ns": Fraction(1, 10**9),

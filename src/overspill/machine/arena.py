@@ -6,6 +6,7 @@ modulo 16, so the same weight must be aligned alike in every tier (docs/architec
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from collections.abc import Iterable
@@ -73,7 +74,8 @@ def map_memory(nbytes: int) -> torch.Tensor:
     """
     mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if nbytes >= HUGE_PAGE_BYTES:
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages; ordinary ones do as well
+            mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
 
 

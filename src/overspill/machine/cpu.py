@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 
@@ -34,8 +35,10 @@ class CpuDevice(Device):
         return host_available_bytes() + sum(self._held.values())
 
     def allocate(self, nbytes: int, purpose: str) -> Block:
+        data = map_memory(nbytes)
         self._held[purpose] += nbytes
-        return Block(map_memory(nbytes), page_bytes(nbytes))
+        weakref.finalize(data.untyped_storage(), self._held.subtract, {purpose: nbytes}).atexit = False
+        return Block(data, page_bytes(nbytes))
 
     def allocate_host(self, nbytes: int, *, pinned: bool) -> Block:
         raise AssertionError("a plan for the CPU device has no host tier beside it")
@@ -74,7 +77,8 @@ class CpuDevice(Device):
         return
 
     def label(self, tensors: Iterable[torch.Tensor], purpose: str) -> int:
-        self._held[purpose] = sum(t.untyped_storage().nbytes() for t in tensors)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        self._held[purpose] = sum(storages.values())
         return self._held[purpose]
 
     def owns(self, tensor: torch.Tensor) -> bool:

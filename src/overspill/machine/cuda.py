@@ -77,9 +77,9 @@ class _Held:
 class CudaDevice(Device):
     """GPU `index` (torch's current one by default), of whose memory at most `memory_bytes` are used.
 
-    The limit holds for all that torch allocates on that GPU in this process while the device lives; without
-    it, what is free now is the limit. `unified` GPUs share the host's memory. `traffic` counts transfers, as
-    zero-copy reads are made by the GPU alone; its `stall_s` stays 0, as asking would make the GPU wait.
+    The limit holds for all that torch allocates on that GPU in this process, until another device is made for
+    it; without one, what is free now is the limit. `unified` GPUs share the host's memory. `traffic` counts
+    transfers, as zero-copy reads are made by the GPU alone; its `stall_s` stays 0, as asking would make it wait.
     """
 
     kind = "cuda"
@@ -97,15 +97,13 @@ class CudaDevice(Device):
             )
         properties = torch.cuda.get_device_properties(index)
         self.unified = bool(properties.is_integrated)
-        self._name = f"{properties.name}{' (shares the memory of the host)' if self.unified else ''}"
+        self._name = properties.name + (" (shares the host's memory)" if self.unified else "")
         usable_bytes = free_bytes + torch.cuda.memory_reserved(index)
         self._memory_bytes = usable_bytes if memory_bytes is None else min(usable_bytes, memory_bytes)
-        if memory_bytes is not None:
-            limit = torch.cuda.set_per_process_memory_fraction
-            limit(min(1.0, memory_bytes / properties.total_memory), index)
-            weakref.finalize(self, limit, 1.0, index).atexit = False
+        share = 1.0 if memory_bytes is None else min(1.0, memory_bytes / properties.total_memory)
+        torch.cuda.set_per_process_memory_fraction(share, index)
         self.traffic = LinkTraffic()
-        self._copies = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._copies = torch.cuda.Stream(self.torch_device)
         self._pinned = PinnedMemory(CudaDriver(), partial(_idle, self.torch_device))
         self._held: dict[int, _Held] = {}
         self._reserved: dict[str, int] = {}

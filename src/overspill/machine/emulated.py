@@ -49,7 +49,7 @@ class EmulatedDevice(Device):
         self.link: Link = link
         self.traffic = LinkTraffic()
         self.check = check
-        self._timeline = _LinkTimeline(link)
+        self._timeline = _LinkTimeline(link, self.traffic)
         self._storages: dict[int, tuple[int, str]] = {}  # address -> (bytes, purpose): all of device memory
         self._copies: _Copies = queue.SimpleQueue()
         self._copier: threading.Thread | None = None
@@ -121,7 +121,7 @@ class EmulatedDevice(Device):
 
     def transfer(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
         if self._copier is None:
-            arguments = (self._copies, self._timeline, self.traffic)
+            arguments = (self._copies, self._timeline)
             self._copier = threading.Thread(target=_copy_loop, args=arguments, name="overspill-link", daemon=True)
             self._copier.start()
             weakref.finalize(self, _end_copies, self._copies, self._copier)
@@ -143,20 +143,14 @@ class EmulatedDevice(Device):
         shift = (shift - scratch.data_ptr()) % ALIGNMENT
         flat = scratch[shift : shift + span * host.itemsize].view(host.dtype)
         copy = flat.as_strided(host.shape, host.stride(), flat.storage_offset())
-        if 0 in host.stride() and host.numel() > span:  # an expanded view: its bytes cross once
-            flat.copy_(host.as_strided((span,), (1,), host.storage_offset()))
-            nbytes = flat.nbytes
-        else:
-            copy.copy_(host)
-            nbytes = host.numel() * host.itemsize
-        self.cross(nbytes, begun)
+        distinct = tuple(slice(1) if stride == 0 else slice(None) for stride in host.stride())
+        copy[distinct].copy_(host[distinct])  # what is expanded crosses once
+        self.cross(host[distinct].numel() * host.itemsize, begun)
         return copy
 
     def cross(self, nbytes: int, begun: float) -> None:
         """Hold the computing thread until the link has carried `nbytes`, the first of them at time `begun`."""
         self._timeline.occupy(nbytes, begun)
-        self.traffic.bytes += nbytes
-        self.traffic.transfers += 1
         self.traffic.stall_s += time.perf_counter() - begun
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -178,10 +172,11 @@ class EmulatedDevice(Device):
 
 
 class _LinkTimeline:
-    """One transfer at a time: each begins when the one before it has ended."""
+    """One transfer at a time: each begins when the one before it has ended. It counts what it carries."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, traffic: LinkTraffic) -> None:
         self._link = link
+        self._traffic = traffic
         self._free_at = 0.0
         self._lock = threading.Lock()
 
@@ -189,6 +184,8 @@ class _LinkTimeline:
         """Return when the link has carried `nbytes`, counted from `begun` or, if later, from when it became free."""
         with self._lock:
             end = self._free_at = max(self._free_at, begun) + self._link.seconds(nbytes)
+            self._traffic.bytes += nbytes
+            self._traffic.transfers += 1
         if (rest := end - time.perf_counter()) > _SLEEP_FLOOR_S:
             time.sleep(rest)
 
@@ -199,15 +196,13 @@ class _EmulatedTransfer(Transfer):
         self.target, self.source, self.traffic = target, source, traffic
         self.done = threading.Event()
 
-    def run(self, timeline: _LinkTimeline, traffic: LinkTraffic) -> None:
+    def run(self, timeline: _LinkTimeline) -> None:
         if self.traffic is not None:
             begun = time.perf_counter()
             target, source, nbytes = self.target.data_ptr(), self.source.data_ptr(), self.source.nbytes
             for offset in range(0, nbytes, _COPY_CHUNK_BYTES):
                 _memmove(target + offset, source + offset, min(_COPY_CHUNK_BYTES, nbytes - offset))
             timeline.occupy(nbytes, begun)
-            traffic.bytes += nbytes
-            traffic.transfers += 1
         self.done.set()
 
     def wait(self) -> None:
@@ -220,9 +215,9 @@ class _EmulatedTransfer(Transfer):
 _Copies = queue.SimpleQueue["_EmulatedTransfer | None"]
 
 
-def _copy_loop(copies: _Copies, timeline: _LinkTimeline, traffic: LinkTraffic) -> None:
+def _copy_loop(copies: _Copies, timeline: _LinkTimeline) -> None:
     while (transfer := copies.get()) is not None:
-        transfer.run(timeline, traffic)
+        transfer.run(timeline)
         del transfer  # its tensors are not kept until the next one comes
 
 
@@ -272,7 +267,8 @@ class LinkView(torch.Tensor):
 
     @staticmethod
     def over(host: torch.Tensor, device: EmulatedDevice) -> LinkView:
-        view = torch.Tensor._make_subclass(LinkView, host.detach(), require_grad=False)
+        with torch._C._DisableTorchDispatch():
+            view = torch.Tensor._make_subclass(LinkView, host.detach(), require_grad=False)
         view.device_of_link = device
         return view
 
@@ -305,12 +301,13 @@ class LinkView(torch.Tensor):
                 rows: torch.Tensor = func(args[0].host, *args[1:], **kwargs)
                 device.cross(rows.numel() * rows.itemsize, begun)
                 return rows
+            written = _written(func, args, kwargs)
             fetched: dict[int, torch.Tensor] = {}
 
             def cross(argument: Any) -> Any:
                 if not isinstance(argument, LinkView):
                     return argument
-                if func._schema.is_mutable and argument is args[0]:
+                if any(argument is target for target in written):
                     return argument.host
                 if id(argument) not in fetched:
                     fetched[id(argument)] = device.fetch(argument.host)
@@ -318,7 +315,17 @@ class LinkView(torch.Tensor):
 
             plain = tree_map(cross, (args, kwargs))
             result = func(*plain[0], **plain[1])
-            return args[0] if func._schema.is_mutable and isinstance(args[0], LinkView) else result
+            return written[0] if written and isinstance(written[0], LinkView) else result
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that `func` writes: its target in place, or its `out`."""
+    if not func._schema.is_mutable:
+        return []
+    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return list(
+        _tensors([values.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write])
+    )
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

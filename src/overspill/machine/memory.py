@@ -40,14 +40,7 @@ class MemoryAccount:
             grown = max(self.held[purpose] + nbytes, self.reserved.get(purpose, 0))
             total = self.total_bytes - max(self.held[purpose], self.reserved.get(purpose, 0)) + grown
             if total > self.budget_bytes:
-                parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in self.held.items() if count)
-                raise DeviceOutOfMemoryError(
-                    f"out of device memory: {purpose} needs {format_bytes(nbytes)} more, "
-                    f"{format_bytes(self.budget_bytes - self.total_bytes)} of "
-                    f"{format_bytes(self.budget_bytes)} are free (held: {parts or 'nothing'})",
-                    hint="offload more weights (--cpu-offload-gb), or allow fewer or shorter sequences "
-                    "(--max-num-seqs, --max-model-len)",
-                )
+                raise self._out_of_memory(purpose, nbytes)
             self.held[purpose] += nbytes
             self.peak[purpose] = max(self.peak[purpose], self.held[purpose])
             self.peak_bytes = max(self.peak_bytes, total)
@@ -60,20 +53,32 @@ class MemoryAccount:
     def reserve(self, purpose: str, nbytes: int) -> None:
         """Set `nbytes` aside for `purpose`, whether or not they are held yet."""
         with self._lock:
-            kept = self.reserved.pop(purpose, 0)
-            try:
-                self.take(purpose, nbytes)
-            except DeviceOutOfMemoryError:
-                self.reserved[purpose] = kept
-                raise
-            self.held[purpose] -= nbytes
+            before = self.reserved.get(purpose, 0)
             self.reserved[purpose] = nbytes
+            if self.total_bytes > self.budget_bytes:
+                self.reserved[purpose] = before
+                raise self._out_of_memory(purpose, nbytes - max(before, self.held[purpose]))
+            self.peak_bytes = max(self.peak_bytes, self.total_bytes)
 
     def move(self, nbytes: int, source: str, target: str) -> None:
         """Relabel `nbytes` held."""
         with self._lock:
             self.give(source, nbytes)
-            self.take(target, nbytes)
+            try:
+                self.take(target, nbytes)
+            except DeviceOutOfMemoryError:
+                self.held[source] += nbytes
+                raise
+
+    def _out_of_memory(self, purpose: str, nbytes: int) -> DeviceOutOfMemoryError:
+        parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in self.held.items() if count)
+        return DeviceOutOfMemoryError(
+            f"out of device memory: {purpose} needs {format_bytes(nbytes)} more, "
+            f"{format_bytes(self.budget_bytes - self.total_bytes)} of "
+            f"{format_bytes(self.budget_bytes)} are free (held: {parts or 'nothing'})",
+            hint="offload more weights (--cpu-offload-gb), or allow fewer or shorter sequences "
+            "(--max-num-seqs, --max-model-len)",
+        )
 
     def reset_peak(self) -> None:
         with self._lock:

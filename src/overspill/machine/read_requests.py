@@ -1,13 +1,13 @@
-"""Which aligned requests read a set of extents: neighbours merged, small gaps read through, large runs cut.
+"""Which aligned requests read a set of extents: neighbours merged, small gaps read through, long ones cut.
 
 Sizes and offsets are bytes. Everything a disk is asked for lies on a grid of ALIGNMENT, as O_DIRECT demands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ from overspill.checkpoint.records import Extent
 ALIGNMENT = 4096
 # A gap is read through where skipping it would cost a request of its own.
 GAP_BYTES = 64 << 10
+# Less is not worth the requests for the edges that do not lie on the grid.
+MIN_IN_PLACE_BYTES = 64 << 10
 
 
 class Piece(NamedTuple):
@@ -36,46 +38,56 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Request:
-    """`length` bytes at `offset` of a file, read in one go.
+    """The bytes from `offset` to at least `wanted_end` of a file, to be read in one go.
 
     With a `target` they land there; else in a staging buffer, from which the parts are to be copied.
     """
 
     path: Path
     offset: int
-    length: int
+    wanted_end: int
     parts: list[Part] = field(default_factory=list)
     target: memoryview | None = None
 
     @property
-    def wanted_end(self) -> int:
-        """The end of what anyone needs of it: a file may end before the request does."""
-        return max(part.end for part in self.parts)
+    def length(self) -> int:
+        """What is asked for: aligned, so it may reach beyond what is wanted, and beyond the file's end."""
+        return round_up(self.wanted_end) - self.offset
+
+    def add(self, part: Part) -> None:
+        self.parts.append(part)
+        self.wanted_end = max(self.wanted_end, part.end)
 
 
-def plan_requests(path: Path, pieces: list[Piece], size: int) -> list[Request]:
-    """Requests of at most `size` bytes, a multiple of ALIGNMENT, that read all `pieces` of `path`, by offset.
+def plan_requests(path: Path, pieces: Sequence[tuple[Extent, memoryview]], size: int) -> Iterator[Request]:
+    """Requests of at most `size` bytes, a multiple of ALIGNMENT, that fill all `pieces` of `path`.
 
-    Where a piece's address and offset have the same remainder by ALIGNMENT, its inside is read in place and
-    only its edges are staged.
+    Where a view's address and its extent's offset have the same remainder by ALIGNMENT, its inside is read in
+    place and only its edges are staged. Bytes that several pieces want may be read more than once.
     """
-    requests: list[Request] = []
-    staged: list[Part] = []
-    for piece in pieces:
-        begin, end = piece.extent.offset, piece.extent.offset + piece.extent.length
-        inner, inner_end = round_up(begin), round_down(end)
-        if (piece.address - begin) % ALIGNMENT or inner_end - inner < GAP_BYTES:
-            staged.append(Part(begin, end, piece))
-            continue
-        for offset in range(inner, inner_end, size):
-            part = Part(offset, min(offset + size, inner_end), piece)
-            target = piece.view[part.begin - begin : part.end - begin]
-            requests.append(Request(path, offset, part.end - offset, [part], target))
-        staged.extend(Part(*edge, piece) for edge in ((begin, inner), (inner_end, end)) if edge[0] < edge[1])
-    for run in _runs(sorted(staged, key=attrgetter("begin"))):
-        requests.extend(_staged_requests(path, run, size))
-    requests.sort(key=attrgetter("offset"))
-    return requests
+    gathered = Request(path, 0, 0)
+    for extent, view in sorted(pieces, key=lambda piece: piece[0].offset):
+        piece = Piece(extent, view.cast("B"), address_of(view))
+        for begin, end, in_place in _split(piece):
+            if in_place:
+                yield from _in_place(path, piece, begin, end, size)
+                continue
+            while begin < end:
+                reach = min(gathered.offset + size, gathered.wanted_end + GAP_BYTES)
+                if not gathered.parts or not gathered.offset <= begin < reach:
+                    if gathered.parts:
+                        yield gathered
+                    gathered = Request(path, round_down(begin), begin)
+                stop = min(end, gathered.offset + size)
+                gathered.add(Part(begin, stop, piece))
+                begin = stop
+    if gathered.parts:
+        yield gathered
+
+
+def address_of(view: memoryview) -> int:
+    """Where the writable, contiguous and not empty memory of `view` begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def round_up(offset: int) -> int:
@@ -88,25 +100,17 @@ def round_down(offset: int) -> int:
     return offset // ALIGNMENT * ALIGNMENT
 
 
-def _runs(parts: list[Part]) -> Iterator[list[Part]]:
-    """Groups `parts`, ordered by where they begin, into those worth reading without a break."""
-    run: list[Part] = []
-    run_end = 0
-    for part in parts:
-        if run and part.begin > run_end + GAP_BYTES:
-            yield run
-            run = []
-        run.append(part)
-        run_end = max(run_end, part.end)
-    if run:
-        yield run
+def _split(piece: Piece) -> list[tuple[int, int, bool]]:
+    """The ranges (begin, end, in place?) of the file that make up `piece`."""
+    begin, end = piece.extent.offset, piece.extent.offset + piece.extent.length
+    inner, inner_end = round_up(begin), round_down(end)
+    if (piece.address - begin) % ALIGNMENT or inner_end - inner < MIN_IN_PLACE_BYTES:
+        return [(begin, end, False)]
+    return [(begin, inner, False), (inner, inner_end, True), (inner_end, end, False)]
 
 
-def _staged_requests(path: Path, run: list[Part], size: int) -> list[Request]:
-    base, end = round_down(run[0].begin), round_up(max(part.end for part in run))
-    requests = [Request(path, offset, min(size, end - offset)) for offset in range(base, end, size)]
-    for part in run:
-        for request in requests[(part.begin - base) // size : -(-(part.end - base) // size)]:
-            begin = max(part.begin, request.offset)
-            request.parts.append(Part(begin, min(part.end, request.offset + request.length), part.piece))
-    return [request for request in requests if request.parts]
+def _in_place(path: Path, piece: Piece, begin: int, end: int, size: int) -> Iterator[Request]:
+    start = piece.extent.offset
+    for offset in range(begin, end, size):
+        part = Part(offset, min(offset + size, end), piece)
+        yield Request(path, offset, part.end, [part], piece.view[part.begin - start : part.end - start])

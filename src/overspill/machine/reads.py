@@ -14,8 +14,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +26,14 @@ from typing import NamedTuple, Self
 
 from overspill.checkpoint.records import Extent
 from overspill.errors import CheckpointError
-from overspill.machine.read_requests import ALIGNMENT, Piece, Request, plan_requests, round_down, round_up
+from overspill.machine.read_requests import (
+    ALIGNMENT,
+    Request,
+    address_of,
+    plan_requests,
+    round_down,
+    round_up,
+)
 
 # Requests are made smaller than a chunk to occupy all threads, but not smaller than this.
 MIN_REQUEST_BYTES = 512 << 10
@@ -35,17 +41,6 @@ MIN_REQUEST_BYTES = 512 << 10
 GIL_FREE_BYTES = 64 << 10
 HUGE_PAGE_BYTES = 2 << 20
 _DIRECT_REFUSED = frozenset({errno.EINVAL, errno.ENOTSUP})
-
-
-class _Staging(NamedTuple):
-    view: memoryview
-    address: int
-
-
-@dataclass(slots=True)
-class _OpenFile:
-    fd: int
-    direct: bool
 
 
 class FileReader:
@@ -100,47 +95,43 @@ class FileReader:
         thread with the bytes that arrived since its last call. Raises CheckpointError, once all threads came
         to rest, for a file that cannot be read or ends too early; the views may be filled in part by then.
         """
-        requests = deque(self._plan(pieces))
+        requests = _Shared(self._plan(pieces))
         arrived: SimpleQueue[int | None] = SimpleQueue()
-        workers = [self._pool.submit(self._work, requests, arrived) for _ in range(min(self._threads, len(requests)))]
+        useful = sum(1 + extent.length // MIN_REQUEST_BYTES for extent, _ in pieces if extent.length)
+        workers = [self._pool.submit(self._work, requests, arrived) for _ in range(min(self._threads, useful))]
         try:
             for _ in workers:
                 for count in iter(arrived.get, None):
                     if progress:
                         progress(count)
         finally:
-            requests.clear()
+            requests.stop()
             wait(workers)
         for worker in workers:
             worker.result()
 
-    def _plan(self, pieces: Iterable[tuple[Extent, memoryview]]) -> Iterator[Request]:
-        by_file: dict[Path, list[Piece]] = {}
+    def _plan(self, pieces: Sequence[tuple[Extent, memoryview]]) -> Iterator[Request]:
         total = 0
+        by_file: dict[Path, list[tuple[Extent, memoryview]]] = {}
         for extent, view in pieces:
             assert view.nbytes == extent.length, f"{view.nbytes} bytes of memory for {extent}"
             if extent.length:
-                piece = Piece(extent, view.cast("B"), _address(view))
-                by_file.setdefault(extent.file, []).append(piece)
+                by_file.setdefault(extent.file, []).append((extent, view))
                 total += extent.length
         share = max(round_up(total // self._threads), MIN_REQUEST_BYTES)
         for path, of_file in by_file.items():
             yield from plan_requests(path, of_file, min(share, self._chunk_bytes))
 
-    def _work(self, requests: deque[Request], arrived: SimpleQueue[int | None]) -> None:
+    def _work(self, requests: _Shared, arrived: SimpleQueue[int | None]) -> None:
         """Serves requests until none is left, reporting each one's bytes and at last None."""
         staging = self._staging.get()
         try:
-            while requests:
-                try:
-                    request = requests.popleft()
-                except IndexError:
-                    break
+            while request := requests.take():
                 self._serve(request, staging)
                 arrived.put(sum(part.end - part.begin for part in request.parts))
         finally:
-            # Empty anyway, unless this one failed: then the others are to stop too.
-            requests.clear()
+            # None is left anyway, unless this one failed: then the others are to stop too.
+            requests.stop()
             self._staging.put(staging)
             arrived.put(None)
 
@@ -209,18 +200,42 @@ class FileReader:
         self.direct = False
 
 
+@dataclass(slots=True)
+class _OpenFile:
+    fd: int
+    direct: bool
+
+
+class _Staging(NamedTuple):
+    view: memoryview
+    address: int
+
+
+class _Shared:
+    """Requests that several threads take from, planned as they are taken."""
+
+    def __init__(self, requests: Iterator[Request]) -> None:
+        self._requests = requests
+        self._lock = Lock()
+
+    def take(self) -> Request | None:
+        with self._lock:
+            return next(self._requests, None)
+
+    def stop(self) -> None:
+        with self._lock:
+            self._requests = iter(())
+
+
 def _staging_buffer(length: int) -> _Staging:
-    """Memory in huge pages where there are any: requests into scattered pages reach the disk in many pieces."""
+    """Memory in huge pages where there are any: a request into scattered pages is many to the disk."""
     buffer = mmap.mmap(-1, length + HUGE_PAGE_BYTES)
     with suppress(OSError):  # a kernel without huge pages
         buffer.madvise(mmap.MADV_HUGEPAGE)
-    address = _address(buffer)
+    view = memoryview(buffer)
+    address = address_of(view)
     skip = -address % HUGE_PAGE_BYTES
-    return _Staging(memoryview(buffer)[skip : skip + length], address + skip)
-
-
-def _address(buffer: mmap.mmap | memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    return _Staging(view[skip : skip + length], address + skip)
 
 
 def _failed(request: Request, error: OSError) -> CheckpointError:

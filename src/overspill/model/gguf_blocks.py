@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize as gguf_dequantize
+from gguf.quants import dequantize as decode_blocks
 
 from overspill.checkpoint.records import TensorRecord
 from overspill.errors import UnsupportedModelError
-from overspill.model import hf_gguf
 
-SLICE_ELEMENTS = 1 << 20  # 4 MiB of float32; a decoder's temporaries are up to six times that
+SLICE_ELEMENTS = 1 << 18  # 1 MiB of float32; a decoder's temporaries are up to eight times that
+THREADS = min(4, os.cpu_count() or 1)
+_SERIAL_ELEMENTS = 1 << 14  # below this torch copies without waking its own threads
 
 
 def dequantize(
@@ -19,25 +23,17 @@ def dequantize(
 ) -> torch.Tensor:
     """The tensor of `record.shape` that `raw` (uint8 [record.nbytes], contiguous) encodes.
 
-    Values are decoded in float32, so float32 is exact and another `dtype` is that rounded. A dense record
-    is a view of `raw`, unless it has to be cast or lies unaligned; packed blocks are decoded into new
-    memory, a slice at a time, with at most 32 MiB besides. Raises UnsupportedModelError for a type that the
+    Values are decoded in float32, so float32 is exact and another `dtype` is that rounded. A dense record is a
+    view of `raw`, unless it has to be cast or lies unaligned. Packed blocks are decoded into new memory, slices
+    of them in up to four threads, with at most 32 MiB besides. Raises UnsupportedModelError for a type that the
     gguf package cannot decode.
     """
     flat = torch.from_numpy(raw) if isinstance(raw, np.ndarray) else raw
     assert flat.dtype == torch.uint8, flat.dtype
     assert flat.numel() == record.nbytes, f"{record.name}: {flat.numel()} bytes of {record.nbytes}"
-    if not record.encoding.packed:
-        return _dense(flat.reshape(-1), record).to(dtype).reshape(record.shape)
-    ggml_type = _ggml_type(record)
-    block_elements, block_bytes = GGML_QUANT_SIZES[ggml_type]
-    blocks = flat.reshape(-1, block_bytes)
-    values = torch.empty((blocks.shape[0], block_elements), dtype=dtype)
-    step = max(1, SLICE_ELEMENTS // block_elements)
-    for start in range(0, blocks.shape[0], step):
-        part = blocks[start : start + step].reshape(-1)
-        values[start : start + step] = _decode(part, ggml_type, record).reshape(-1, block_elements)
-    return values.reshape(record.shape)
+    if record.encoding.packed:
+        return _packed(flat.reshape(-1).numpy(), record, dtype).reshape(record.shape)
+    return _dense(flat.reshape(-1), record).to(dtype).reshape(record.shape)
 
 
 def _dense(flat: torch.Tensor, record: TensorRecord) -> torch.Tensor:
@@ -49,21 +45,32 @@ def _dense(flat: torch.Tensor, record: TensorRecord) -> torch.Tensor:
     return flat.view(dtype)
 
 
-def _ggml_type(record: TensorRecord) -> GGMLQuantizationType:
-    try:
-        return GGMLQuantizationType[record.encoding.name]
-    except KeyError as error:
-        raise _unknown(record) from error
+def _packed(flat: np.ndarray, record: TensorRecord, dtype: torch.dtype) -> torch.Tensor:
+    """numpy in threads: it decodes without torch's own threads, which stall each other on a busy machine."""
+    ggml_type = GGMLQuantizationType.__members__.get(record.encoding.name)
+    if ggml_type is None:
+        raise _unknown(record)
+    block_elements, block_bytes = GGML_QUANT_SIZES[ggml_type]
+    values = torch.empty(record.elements, dtype=dtype)
+    step = max(1, SLICE_ELEMENTS // block_elements)
 
+    def decode(block: int) -> None:
+        blocks = flat[block * block_bytes : (block + step) * block_bytes]
+        decoded = torch.from_numpy(decode_blocks(blocks, ggml_type))
+        target = values[block * block_elements :][: decoded.numel()]
+        for part, into in zip(decoded.split(_SERIAL_ELEMENTS), target.split(_SERIAL_ELEMENTS), strict=True):
+            into.copy_(part)
 
-def _decode(flat: torch.Tensor, ggml_type: GGMLQuantizationType, record: TensorRecord) -> torch.Tensor:
-    """Bytes of whole blocks as float32, flat. transformers' torch code is the faster, to the same bits."""
-    if (values := hf_gguf.dequantize_blocks(flat, int(ggml_type))) is not None:
-        return values
+    starts = range(0, flat.size // block_bytes, step)
     try:
-        return torch.from_numpy(gguf_dequantize(flat.numpy(), ggml_type))
+        if len(starts) == 1:
+            decode(0)
+        else:
+            with ThreadPoolExecutor(THREADS) as pool:
+                list(pool.map(decode, starts))
     except NotImplementedError as error:
         raise _unknown(record) from error
+    return values
 
 
 def _unknown(record: TensorRecord) -> UnsupportedModelError:

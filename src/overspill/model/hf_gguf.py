@@ -22,8 +22,6 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations import ggml
 from transformers.integrations import gguf as integration
-from transformers.integrations.gguf.dequant import GGML_BLOCK
-from transformers.integrations.gguf.dequant import dequantize as torch_dequantize
 from transformers.modeling_gguf_pytorch_utils import (
     GGUF_CONFIG_DEFAULTS_MAPPING,
     GGUF_TO_TRANSFORMERS_MAPPING,
@@ -244,11 +242,3 @@ def conversions(
         order = group.converter.source_patterns
         group.sources = dict(sorted(group.sources.items(), key=lambda item: order.index(item[0])))
     return renamed, list(groups.values())
-
-
-def dequantize_blocks(raw: torch.Tensor, ggml_type: int) -> torch.Tensor | None:
-    """Raw blocks (uint8, one dimension) as float32, flat; None where transformers cannot decode the type."""
-    if ggml_type not in GGML_BLOCK:
-        return None
-    values: torch.Tensor = torch_dequantize(raw, ggml_type)
-    return values

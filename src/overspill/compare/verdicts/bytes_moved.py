@@ -23,9 +23,7 @@ def bytes_moved(candidate: Sequence[RunResult]) -> Verdict:
             f"the ledger has {off.host_ledger_bytes} bytes in host memory, the plan {planned} bytes",
         )
     else:
-        claim = Check(
-            Outcome.PASS, f"{format_bytes(ledger)} of weights lie in host memory, to the byte as planned"
-        )
+        claim = Check(Outcome.PASS, f"{format_bytes(ledger)} of weights lie in host memory, to the byte as planned")
     carried = _carried_per_pass(candidate)
     figures = (
         Figure("offloaded, planned", planned, "bytes"),
@@ -67,9 +65,7 @@ def _link_checks(candidate: Sequence[RunResult]) -> list[Check]:
                 )
             )
         else:
-            each = format_bytes(
-                round(run.plan.link_bytes if run.zero_copy_counted else run.plan.prefetch_bytes)
-            )
+            each = format_bytes(round(run.plan.link_bytes if run.zero_copy_counted else run.plan.prefetch_bytes))
             checks.append(
                 Check(
                     Outcome.PASS,
@@ -128,9 +124,7 @@ def _zero_copy_checks(prompts: Sequence[Pass], decode: Sequence[Pass], planned: 
 
 
 def _within(link_bytes: int, passes: Sequence[Pass]) -> bool:
-    return (
-        round(sum(p.planned_low for p in passes)) <= link_bytes <= round(sum(p.planned_high for p in passes))
-    )
+    return round(sum(p.planned_low for p in passes)) <= link_bytes <= round(sum(p.planned_high for p in passes))
 
 
 def _range(low: float, high: float) -> str:

@@ -33,13 +33,9 @@ def device_memory(evidence: Evidence) -> Verdict:
             for b, c in zip(evidence.baseline, evidence.candidate, strict=True)
         ]
         fell = max(falls, key=lambda fall: abs(fall - planned))
-        within = (
-            f"planned {planned} bytes, {fell - planned:+d} bytes apart, {tolerance} allowed for alignment"
-        )
+        within = f"planned {planned} bytes, {fell - planned:+d} bytes apart, {tolerance} allowed for alignment"
         if fell <= 0:
-            claim = Check(
-                Outcome.FAIL, f"device memory did not fall: {-fell} bytes more are held than by the baseline"
-            )
+            claim = Check(Outcome.FAIL, f"device memory did not fall: {-fell} bytes more are held than by the baseline")
         elif abs(fell - planned) > tolerance:
             claim = Check(Outcome.FAIL, f"device memory fell by {fell} bytes; {within}")
         else:

@@ -21,9 +21,7 @@ def same_answer(evidence: Evidence) -> Verdict:
         Figure("the baseline's own, run to run", own if itself else None),
         Figure("logit positions compared", sum(d.positions for d in differences)),
     )
-    positions = (
-        f"{sum(d.positions for d in differences)} positions in {len(evidence.candidate_differences)} runs"
-    )
+    positions = f"{sum(d.positions for d in differences)} positions in {len(evidence.candidate_differences)} runs"
     if math.isnan(largest):
         checks = [
             Check(
@@ -41,9 +39,7 @@ def same_answer(evidence: Evidence) -> Verdict:
         ]
     elif not ids_equal(differences):
         where = _first(evidence, lambda d: d.first_difference is not None)
-        checks = [
-            Check(Outcome.FAIL, f"another token: {where}; up to there logits are at most {largest:g} apart")
-        ]
+        checks = [Check(Outcome.FAIL, f"another token: {where}; up to there logits are at most {largest:g} apart")]
     elif largest > 0:
         where = _first(evidence, lambda d: d.largest == largest)
         checks = [
@@ -54,9 +50,7 @@ def same_answer(evidence: Evidence) -> Verdict:
             )
         ]
     else:
-        checks = [
-            Check(Outcome.PASS, f"token ids and logits are equal at all {positions}: largest difference 0.0")
-        ]
+        checks = [Check(Outcome.PASS, f"token ids and logits are equal at all {positions}: largest difference 0.0")]
     if one_token_repeated([ids for run in evidence.baseline for ids in run.token_ids]):
         checks.append(
             Check(

@@ -15,17 +15,13 @@ def time_per_token(evidence: Evidence, *, max_slowdown: float | None = None) -> 
     medians = [run.decode_median_s for run in evidence.candidate]
     steps = [m for m in medians if m is not None]
     if not steps:
-        return Verdict(
-            "time per token", "–", (Check(Outcome.NOT_JUDGED, "no answer has a second token to time"),)
-        )
+        return Verdict("time per token", "–", (Check(Outcome.NOT_JUDGED, "no answer has a second token to time"),))
     figures = [
         Figure("decode step, candidate", median(steps), "seconds"),
         Figure("link floor", candidate.plan.link_floor_s, "seconds"),
     ]
     pairs = zip(evidence.baseline, evidence.candidate, strict=False)
-    ratios = [
-        c.decode_median_s / b.decode_median_s for b, c in pairs if c.decode_median_s and b.decode_median_s
-    ]
+    ratios = [c.decode_median_s / b.decode_median_s for b, c in pairs if c.decode_median_s and b.decode_median_s]
     if evidence.baseline_missing is not None or not ratios:
         reason = evidence.baseline_missing or "no answer of the baseline has a second token to time"
         claim = Check(Outcome.NOT_JUDGED, f"{median(steps) * 1e3:.1f} ms a decode step{emulated}; {reason}")
@@ -55,11 +51,7 @@ def time_per_token(evidence: Evidence, *, max_slowdown: float | None = None) -> 
 def _floor_check(evidence: Evidence, baseline_s: float, candidate_s: float) -> list[Check]:
     """The least that a step could take on this link: zero-copy adds to the computing, prefetch runs beside it."""
     plan = evidence.candidate[0].plan
-    if (
-        plan.zero_copy_floor_s is None
-        or plan.prefetch_floor_s is None
-        or evidence.baseline[0].plan.link_bytes
-    ):
+    if plan.zero_copy_floor_s is None or plan.prefetch_floor_s is None or evidence.baseline[0].plan.link_bytes:
         return []
     least = plan.zero_copy_floor_s + max(baseline_s, plan.prefetch_floor_s)
     return [
