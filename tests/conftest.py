@@ -4,8 +4,13 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test asks the hub for anything
 
+import hypothesis
 import pytest
 import torch
+
+# A busy machine must not fail a property.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # With more threads a float32 product is split differently, and its bits differ from those of one thread: what holds
 # two runs against each other bit for bit computes with one.

@@ -27,9 +27,11 @@ from overspill.model.gguf import (
     dequantize,
     generation_config_from_gguf,
     sources_from_gguf,
+    sources_of_gguf,
     tokenizer_from_gguf,
     unused_tensors,
 )
+from overspill.model.sources import Conversion, Extents
 
 EPSILON = 2.0**-20
 LAYERS = 2
@@ -574,6 +576,22 @@ def test_the_configuration_takes_the_special_tokens_of_the_file(tmp_path: Path) 
     assert config.vocab_size == len(BYTE_LEVEL["tokenizer.ggml.tokens"])
 
 
+def test_a_special_token_that_no_token_has_is_none(tmp_path: Path) -> None:
+    metadata = {**BYTE_LEVEL, "tokenizer.ggml.unknown_token_id": 2**32 - 1}
+    assert tokenizer_of(tmp_path, metadata).unk_token is None
+
+
+def test_a_mistral_is_known_by_its_name(tmp_path: Path) -> None:
+    checkpoint = write_gguf(tmp_path / "m.gguf", "llama", FIELDS, {}, {"general.name": "mistral"})
+    assert config_from_gguf(checkpoint).model_type == "mistral"
+
+
+def test_a_27b_gemma_scales_its_queries_by_its_width(tmp_path: Path) -> None:
+    fields = {**FIELDS, "block_count": 46, "attention.key_length": 32}
+    config = config_from_gguf(write_gguf(tmp_path / "m.gguf", "gemma2", fields, {}))
+    assert (config.head_dim, config.query_pre_attn_scalar) == (32, 16)
+
+
 # ---- what is refused
 
 
@@ -730,6 +748,26 @@ def test_gate_and_up_in_one_tensor_are_taken_as_they_lie(tmp_path: Path) -> None
     source = sources_from_gguf(checkpoint, skeleton(checkpoint))["model.layers.0.mlp.experts.gate_up_proj"]
     assert source.convert is None
     torch.testing.assert_close(logits(load(checkpoint)), logits(model), rtol=1e-4, atol=1e-5)
+
+
+def test_the_model_map_reads_dense_weights_in_place_and_decodes_the_rest(tmp_path: Path) -> None:
+    case, kind = CASES["llama"], GGMLQuantizationType.Q8_0
+    tensors = file_tensors(case, tiny_model(case))
+    checkpoint = write_gguf(tmp_path / "m.gguf", "llama", case.fields, tensors, ggml_type=kind)
+    model = skeleton(checkpoint).to(torch.bfloat16)
+    sources, unused = sources_of_gguf(checkpoint, model)
+    assert unused == ()
+    assert set(sources) == set(model.state_dict())
+    norm = sources["model.norm.weight"]
+    assert isinstance(norm, Extents)
+    assert norm.extents == (checkpoint.tensors["output_norm.weight"].extent,)
+    for name, why in (("mlp.up_proj", "decoded from Q8_0"), ("self_attn.q_proj", "decoded from Q8_0, rearranged")):
+        full = f"model.layers.0.{name}.weight"
+        source = sources[full]
+        assert isinstance(source, Conversion)
+        assert source.why == why
+        ((found, tensor),) = source.run([raw_bytes(record) for record in source.records]).items()
+        assert (found, tensor.dtype, tensor.shape) == (full, torch.bfloat16, model.get_parameter(full).shape)
 
 
 def test_reading_in_another_dtype_is_the_float32_tensor_rounded(tmp_path: Path) -> None:

@@ -36,13 +36,9 @@ WAYS = {
             "overspill": {"order": "declaration"},
         }
     ),
-    "uva, selected": Way(
-        lambda _, selector: {"uva": {"cpu_offload_gb": 1, "cpu_offload_params": [selector]}}
-    ),
+    "uva, selected": Way(lambda _, selector: {"uva": {"cpu_offload_gb": 1, "cpu_offload_params": [selector]}}),
     "uva, everything": Way(lambda *_: {"uva": {"cpu_offload_gb": 1}}),
-    "uva without zero-copy": Way(
-        lambda nbytes, _: {"uva": {"cpu_offload_gb": gib(nbytes / 2)}}, environ=DISABLE_UVA
-    ),
+    "uva without zero-copy": Way(lambda nbytes, _: {"uva": {"cpu_offload_gb": gib(nbytes / 2)}}, environ=DISABLE_UVA),
     "prefetch 2, 1, 1": Way(lambda *_: prefetch(2, 1, 1)),
     "prefetch 3, 2, 2": Way(lambda *_: prefetch(3, 2, 2)),
     "prefetch 1, 1, 2": Way(lambda *_: prefetch(1, 1, 2)),

@@ -4,28 +4,48 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import traceback
 import warnings
-from typing import TextIO
+from importlib import metadata
+from typing import Annotated, Any, TextIO
 
 import typer
 
+import overspill
 from overspill.cli import compare, plan, run
-from overspill.cli.arguments import normalise
+from overspill.cli.arguments import LISTS, normalise
+from overspill.cli.help import GroupedCommand
 from overspill.errors import ConfigError, DefectError, OverspillError, OverspillWarning
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, which newer typers carry inside
+INTERRUPTED, READER_GONE = 128 + signal.SIGINT, 128 + signal.SIGPIPE  # as shells have it
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
-    help="Run language models whose weights do not fit the device, and prove what happened.",
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-"), "max_content_width": 110},
 )
-app.command("plan")(plan.command)
-app.command("run")(run.command)
-app.command("compare")(compare.command)
+app.command("plan", cls=GroupedCommand)(plan.command)
+app.command("run", cls=GroupedCommand)(run.command)
+app.command("compare", cls=GroupedCommand, short_help="Run with and without the offload, and judge.")(compare.command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        parts = " ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
+        print(f"overspill {overspill.__version__} ({parts} Python {sys.version.split()[0]})")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the versions and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Run language models whose weights do not fit the device, and prove what happened."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -33,25 +53,26 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
     _set_up_logs(debug)
-    sys.exit(_run(normalise(arguments), debug))
+    sys.exit(_run(arguments or ["--help"], debug))
 
 
 def _run(arguments: list[str], debug: bool) -> int:
     try:
-        app(arguments, prog_name="overspill", standalone_mode=False)
+        with typer.main.get_command(app).make_context("overspill", normalise(arguments)) as context:
+            context.command.invoke(context)
+        sys.stdout.flush()
+    except typer.Exit as end:
+        return end.exit_code
     except OverspillError as error:
         return _tell(error, debug)
     except UsageError as error:
-        return _tell(
-            ConfigError(str(getattr(error, "message", error)), hint="overspill COMMAND --help lists what is accepted"),
-            debug,
-        )
-    except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has gone
-        return 0
+        return _tell(_refusal(error, arguments), debug)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has gone; it is no success, and no verdict either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
     except Exception as error:  # nothing the caller did: told as our defect
         defect = DefectError(
             f"{type(error).__name__}: {error}", hint="this is a defect; --debug shows where. Please report it"
@@ -59,6 +80,15 @@ def _run(arguments: list[str], debug: bool) -> int:
         defect.__cause__ = error
         return _tell(defect, debug)
     return 0
+
+
+def _refusal(error: Any, arguments: list[str]) -> ConfigError:
+    """click's refusal of the arguments in our words."""
+    command = error.ctx.command_path if error.ctx is not None else "overspill"
+    hint = f"`{command} --help` lists what is accepted"
+    if any(argument.replace("_", "-") in LISTS for argument in arguments):
+        hint += "; a list of names runs to the next option, so MODEL stands before it"
+    return ConfigError(error.format_message().rstrip("."), hint=hint)
 
 
 def _tell(error: OverspillError, debug: bool) -> int:

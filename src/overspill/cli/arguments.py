@@ -1,36 +1,46 @@
-"""vLLM's spellings, which click does not know: lists after one option, underscores in option names."""
+"""vLLM's lists after one option, which click does not know."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from overspill.errors import ConfigError
+
 LISTS = frozenset({"--cpu-offload-params", "--offload-params"})
 
 
 def normalise(arguments: Sequence[str]) -> list[str]:
-    """`--offload-params a b` becomes `--offload-params a --offload-params b`; `--cpu_offload_gb` gets its dashes.
+    """`--offload-params a b` becomes `--offload-params a --offload-params b`.
 
-    As in vLLM a list runs to the next option, so the model stands before it.
+    As in vLLM a list runs to the next option, so the model stands before it. Raises ConfigError for a list of nothing.
     """
     return list(_normalised(arguments))
 
 
 def _normalised(arguments: Sequence[str]) -> Iterator[str]:
     filling: str | None = None
-    rest = iter(arguments)
-    for argument in rest:
+    empty = False
+    for index, argument in enumerate(arguments):
+        if not argument.startswith("-") or argument == "-":
+            if filling is not None:
+                empty = False
+                yield filling
+            yield argument
+            continue
+        _refuse_empty(filling, empty)
+        filling, empty = None, False
         if argument == "--":
-            yield argument
-            yield from rest
+            yield from arguments[index:]
             return
-        if argument.startswith("--"):
-            name, equals, value = argument.partition("=")
-            name = name.replace("_", "-")
-            filling = name if name in LISTS and not equals else None
-            if filling is None:
-                yield name + equals + value
-        elif (argument.startswith("-") and len(argument) > 1) or filling is None:
-            filling = None
-            yield argument
+        if (name := argument.replace("_", "-")) in LISTS:
+            filling, empty = name, True
         else:
-            yield from (filling, argument)
+            yield argument
+    _refuse_empty(filling, empty)
+
+
+def _refuse_empty(option: str | None, empty: bool) -> None:
+    if empty:
+        raise ConfigError(
+            f"{option} names no weight", hint=f"at least one selector after it, as in `{option} mlp.down_proj lm_head`"
+        )

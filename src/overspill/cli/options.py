@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from overspill.config import Settings, resolve
+from overspill.config import Settings, parse_bytes, resolve
 from overspill.config.settings import FLAGS
 
 OFFLOAD, ENGINE, OUTPUT = "OffloadConfig", "Engine", "Output"
@@ -31,14 +31,24 @@ SHARED: dict[str, tuple[Any, Any]] = {
         Annotated[
             str | None,
             _offload(
-                "vLLM's OffloadConfig as JSON, with the extension 'overspill' (or 'vllm_cpp'); @FILE reads a file."
+                "vLLM's OffloadConfig, with the extension 'overspill' (or 'vllm_cpp'); @FILE reads a file.",
+                metavar="JSON",
             ),
         ],
         None,
     ),
-    "offload_backend": (Annotated[str | None, _offload("auto, uva or prefetch. [default: auto]")], None),
+    "offload_backend": (
+        Annotated[
+            str | None,
+            _offload(
+                "What the other options ask for: prefetch with a group size, else uva with a budget. [default: auto]",
+                metavar="auto|uva|prefetch",
+            ),
+        ],
+        None,
+    ),
     "cpu_offload_gb": (
-        Annotated[str | None, _offload("GiB of weights to move off the device.", metavar="GIB")],
+        Annotated[str | None, _offload("Weights to move off the device: GiB, or a size as 512MiB.", metavar="GIB")],
         None,
     ),
     "cpu_offload_params": (
@@ -48,40 +58,58 @@ SHARED: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
-    "offload_group_size": (Annotated[int | None, _offload("Group every N layers (prefetch).")], None),
+    "offload_group_size": (
+        Annotated[int | None, _offload("Take layers in groups of N, and offload the last of each.", metavar="N")],
+        None,
+    ),
     "offload_num_in_group": (
-        Annotated[int | None, _offload("Offload the last N layers of each group.")],
+        Annotated[int | None, _offload("Offload the last N layers of each group. [default: 1]", metavar="N")],
         None,
     ),
     "offload_prefetch_step": (
-        Annotated[int | None, _offload("Layers to copy ahead: buffers in the ring.")],
+        Annotated[int | None, _offload("Copy N layers ahead: the ring has N buffers. [default: 1]", metavar="N")],
         None,
     ),
     "offload_params": (
         Annotated[
             list[str] | None,
-            _offload("Only weights of offloaded layers that these select.", metavar="NAME..."),
+            _offload("Only weights of the offloaded layers that these select.", metavar="NAME..."),
         ],
         None,
     ),
-    "device": (Annotated[str, _engine("auto, cuda, cpu or emulated.")], "auto"),
+    "device": (
+        Annotated[str, _engine("What computes; auto is a GPU where there is one.", metavar="auto|cuda|cpu|emulated")],
+        "auto",
+    ),
     "device_memory": (
-        Annotated[str | None, _engine("Device memory that may be used, as 2GiB; a bare number is GiB.")],
+        Annotated[str | None, _engine("Device memory that may be used: a size as 512MiB, or GiB.", metavar="SIZE")],
         None,
     ),
-    "link_bandwidth": (Annotated[str | None, _engine("The emulated link's bandwidth, as 16GB/s.")], None),
+    "link_bandwidth": (
+        Annotated[str | None, _engine("The emulated link's bandwidth, as 16GB/s.", metavar="SIZE/s")],
+        None,
+    ),
     "link_latency": (
-        Annotated[str | None, _engine("The emulated link's latency per transfer, as 10us.")],
+        Annotated[str | None, _engine("The emulated link's latency per transfer, as 10us.", metavar="TIME")],
         None,
     ),
-    "dtype": (Annotated[str, _engine("auto, float32, bfloat16 or float16.")], "auto"),
+    "dtype": (
+        Annotated[
+            str,
+            _engine("What is computed in; auto is the checkpoint's own.", metavar="auto|float32|bfloat16|float16"),
+        ],
+        "auto",
+    ),
     "max_model_len": (
-        Annotated[int | None, _engine("Tokens of prompt and answer that memory is planned for.")],
+        Annotated[
+            int | None,
+            _engine("Tokens of prompt and answer that memory is planned for. [default: the model's own]", metavar="N"),
+        ],
         None,
     ),
-    "max_num_seqs": (Annotated[int, _engine("Sequences that memory is planned for.")], 1),
-    "revision": (Annotated[str | None, _engine("Branch, tag or commit of a Hugging Face id.")], None),
-    "seed": (Annotated[int, _engine("Seed for sampling.")], 0),
+    "max_num_seqs": (Annotated[int, _engine("Sequences that memory is planned for.", metavar="N")], 1),
+    "revision": (Annotated[str | None, _engine("Branch, tag or commit of a Hugging Face id.", metavar="NAME")], None),
+    "seed": (Annotated[int, _engine("Seed for sampling.", metavar="N")], 0),
     "trust_remote_code": (
         Annotated[bool, _engine("Run code that the model brings along.", "--trust-remote-code")],
         False,
@@ -132,7 +160,7 @@ class Shared:
         memory = values["device_memory"]
         fields = {
             "device": values["device"],
-            "device_memory_bytes": f"{memory}GiB" if memory is not None and _bare(memory) else memory,
+            "device_memory_bytes": memory and parse_bytes(memory, bare="GiB", field="device_memory"),
             "link_bandwidth": values["link_bandwidth"],
             "link_latency_s": values["link_latency"],
             **{name: values[name] for name in ("dtype", "max_model_len", "max_num_seqs", "revision", "seed", "debug")},
@@ -142,10 +170,6 @@ class Shared:
 
     def settings(self, **engine: Any) -> Settings:
         return resolve(self.values["offload_config"], self.flags(), {**self.engine(), **engine})
-
-
-def _bare(text: str) -> bool:
-    return text.strip().replace(".", "", 1).isdigit()
 
 
 def shared_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -10,7 +10,7 @@ from overspill.cli.progress import out
 
 @shared_options
 def command(model: MODEL, *, shared: Shared) -> None:
-    """Say what would go where and what that takes, without reading a weight."""
+    """Say what would go where and what it takes; no weight is read."""
     settings = shared.settings()
     from overspill.api import prepare
     from overspill.plan.report import plan_as_json, render_plan

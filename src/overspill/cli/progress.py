@@ -15,8 +15,14 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-err = Console(stderr=True, soft_wrap=True)
-out = Console(width=None if Console().is_terminal else 110)
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # told in app.py, and not by rich's exit code 1, which is a failed verdict's
+
+
+err = _Console(stderr=True, soft_wrap=True)
+out = _Console(width=None if Console().is_terminal else 110, soft_wrap=True)
 
 
 @contextmanager

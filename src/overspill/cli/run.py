@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from overspill.cli.options import MODEL, OUTPUT, Shared, shared_options
 from overspill.cli.progress import err, loading
+from overspill.config import format_bytes
+from overspill.engine.sampling import SamplingParams
 from overspill.errors import ConfigError
 
 if TYPE_CHECKING:
     from overspill.engine import Completion, Engine
 
 GENERATION = "Generation"
+MAX_TOKENS = 128
 
 
 @shared_options
@@ -24,15 +28,29 @@ def command(
     model: MODEL,
     prompt: Annotated[
         str | None,
-        typer.Option(help="What to complete; - or nothing reads standard input.", rich_help_panel=GENERATION),
+        typer.Option(
+            help="What to answer; - or nothing reads standard input.", metavar="TEXT", rich_help_panel=GENERATION
+        ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at the most.", rich_help_panel=GENERATION)] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", rich_help_panel=GENERATION)] = 0.0,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Tokens to generate at the most. [default: {MAX_TOKENS}, or what --max-model-len leaves]",
+            metavar="N",
+            show_default=False,
+            rich_help_panel=GENERATION,
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token.", metavar="X", rich_help_panel=GENERATION)
+    ] = 0.0,
     top_p: Annotated[
-        float, typer.Option(help="Sample from the likeliest tokens of this mass.", rich_help_panel=GENERATION)
+        float,
+        typer.Option(help="Sample from the likeliest tokens of this mass.", metavar="X", rich_help_panel=GENERATION),
     ] = 1.0,
     top_k: Annotated[
-        int, typer.Option(help="Sample from so many likeliest tokens; 0 is all.", rich_help_panel=GENERATION)
+        int,
+        typer.Option(help="Sample from so many likeliest tokens; 0 is all.", metavar="N", rich_help_panel=GENERATION),
     ] = 0,
     raw: Annotated[
         bool,
@@ -46,25 +64,30 @@ def command(
 ) -> None:
     """Generate an answer with the weights placed as the plan says."""
     settings = shared.settings()
-    if prompt is None and sys.stdin.isatty():
-        raise ConfigError("run has no prompt", hint='--prompt "…", or the text on standard input')
-    text = sys.stdin.read() if prompt in (None, "-") else prompt
-    assert text is not None
+    params = SamplingParams(MAX_TOKENS if max_tokens is None else max_tokens, temperature, top_p, top_k, shared.seed)
+    text = _text(prompt)
     from overspill.api import prepare, start
-    from overspill.engine import SamplingParams
+    from overspill.engine.tokens import encode, refuse_length, tokenizer_of
     from overspill.plan.report import render_plan
 
-    params = SamplingParams(max_tokens, temperature, top_p, top_k, shared.seed)
     prepared = prepare(model, settings)
+    tokenizer = tokenizer_of(prepared.checkpoint, trust_remote_code=settings.engine.trust_remote_code)
+    prompt_ids = encode(tokenizer, text, chat=not raw)
+    room = prepared.plan.context_tokens - len(prompt_ids)
+    if max_tokens is None:
+        params = replace(params, max_tokens=max(1, min(MAX_TOKENS, room)))
+    refuse_length(len(prompt_ids), params.max_tokens, prepared.plan.context_tokens)
     if verbose:
         err.print(render_plan(prepared.plan))
     else:
-        for line in (*prepared.plan.notes, *(f"warning: {w}" for w in prepared.plan.warnings)):
-            err.print(line, style="dim", highlight=False)
+        for line in (
+            *(f"note: {note}" for note in prepared.plan.notes),
+            *(f"warning: {warning}" for warning in prepared.plan.warnings),
+        ):
+            err.print(line, style="dim", highlight=False, markup=False)
     with loading(prepared.checkpoint.nbytes) as progress:
         engine = start(prepared, progress)
-    show = None if shared.json_output else _write
-    completion = engine.generate(text, params, chat=not raw, on_text=show)
+    completion = engine.generate(prompt_ids, params, on_text=None if shared.json_output else _write)
     if shared.json_output:
         print(json.dumps(_as_json(engine, completion), ensure_ascii=False, indent=2))
     else:
@@ -72,21 +95,37 @@ def command(
         err.print(_summary(engine, completion), style="dim", highlight=False)
 
 
+def _text(prompt: str | None) -> str:
+    """The prompt that was given, or standard input without its last line end. ConfigError where there is none."""
+    piped = prompt in (None, "-")
+    if piped and (sys.stdin is None or (prompt is None and sys.stdin.isatty())):
+        raise ConfigError("run has no prompt", hint='--prompt "…", or the text on standard input')
+    try:
+        text = sys.stdin.read().removesuffix("\n") if piped else str(prompt)
+        text.encode()
+    except UnicodeError as error:
+        raise ConfigError(f"the prompt is not text: {error}", hint="give it in UTF-8") from error
+    if not text:
+        raise ConfigError("the prompt is empty", hint='--prompt "…", or the text on standard input')
+    return text
+
+
 def _write(text: str) -> None:
     print(text, end="", flush=True)
 
 
 def _summary(engine: Engine, completion: Completion) -> str:
-    from overspill.config import format_bytes
-
+    """What was measured, in one line."""
     first, *rest = completion.steps
-    parts = [f"{len(completion.prompt_ids)} prompt tokens in {first.seconds:.2f} s"]
+    generated = len(completion.token_ids)
+    answer = f"answer: {generated} token{'s' * (generated != 1)}"
     if rest:
-        median = statistics.median(step.seconds for step in rest)
-        moved = statistics.median(step.traffic.bytes for step in rest)
-        parts.append(f"{len(rest) + 1} tokens, {1 / median:.1f} tokens/s")
-        if moved:
-            parts.append(f"{format_bytes(int(moved))} across the link a step")
+        answer += f", {1 / statistics.median(step.seconds for step in rest):.1f} tokens/s"
+    if completion.finish_reason == "length":
+        answer += ", cut there (--max-tokens)"
+    parts = [f"prompt: {first.tokens} tokens in {first.seconds:.2f} s", answer]
+    if moved := statistics.median(step.traffic.bytes for step in rest or [first]):
+        parts.append(f"{format_bytes(int(moved))} over the link per {'token' if rest else 'prompt pass'}")
     if engine.plan.device_kind == "emulated":
         parts.append("emulated: no GPU time")
     return "; ".join(parts)

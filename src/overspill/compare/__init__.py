@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from overspill.compare.contest import Event, Planned, Progress, RunFinished, RunStarted, compare
 from overspill.compare.report import Report
+from overspill.compare.terminal import render_terminal
 from overspill.compare.verdicts import Outcome, Verdict
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "RunStarted",
     "Verdict",
     "compare",
+    "render_terminal",
 ]

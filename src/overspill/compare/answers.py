@@ -64,3 +64,8 @@ def ids_equal(differences: Sequence[AnswerDifference]) -> bool:
 def one_token_repeated(answers: Sequence[Sequence[int]]) -> bool:
     """Whether every answer is one token over and over, so that equal ids say nothing."""
     return all(len(set(ids)) <= 1 for ids in answers)
+
+
+def format_logit(value: float) -> str:
+    """A logit difference for people: "0.0" only where it is exactly that."""
+    return "0.0" if value == 0 else f"{value:.3g}"

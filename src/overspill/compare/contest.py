@@ -15,10 +15,9 @@ from safetensors import safe_open
 from overspill.api import OffloadDocument
 from overspill.compare.answers import AnswerDifference, difference
 from overspill.compare.processes import run_job
-from overspill.compare.prompts import Prompt
 from overspill.compare.report import Report, SideReport, conditions
 from overspill.compare.results import LOGITS, RunResult
-from overspill.compare.sides import Contest, Side, make_contest
+from overspill.compare.sides import Contest, Prompt, Side, make_contest
 from overspill.compare.verdicts import Evidence, judge
 from overspill.errors import ConfigError, DeviceOutOfMemoryError
 from overspill.plan import Plan
@@ -92,7 +91,11 @@ def compare(
         architecture=contest.candidate.plan.model.architecture,
         prompts=contest.prompts,
         verdicts=judge(evidence, max_slowdown=max_slowdown),
-        baseline=_side_report(contest.baseline, evidence.baseline, evidence.baseline_differences),
+        baseline=(
+            _side_report(contest.baseline, evidence.baseline, evidence.baseline_differences)
+            if contest.baseline is not None and evidence.baseline
+            else None
+        ),
         candidate=_side_report(contest.candidate, evidence.candidate, evidence.candidate_differences),
         baseline_missing=evidence.baseline_missing,
         notes=contest.notes,
@@ -158,7 +161,7 @@ def _may_be_missing(side: Side, reference: object) -> bool:
 def _differences(
     reference: RunResult, reference_logits: Path, result: RunResult, logits: Path
 ) -> tuple[AnswerDifference, ...]:
-    with safe_open(reference_logits, "pt") as left, safe_open(logits, "pt") as right:  # type: ignore[no-untyped-call]
+    with safe_open(reference_logits, "pt") as left, safe_open(logits, "pt") as right:
         return tuple(
             difference(a, left.get_tensor(str(prompt)), b, right.get_tensor(str(prompt)))
             for prompt, (a, b) in enumerate(zip(reference.generations, result.generations, strict=True))
@@ -166,10 +169,8 @@ def _differences(
 
 
 def _side_report(
-    side: Side | None, runs: tuple[RunResult, ...], apart: tuple[tuple[AnswerDifference, ...], ...]
-) -> SideReport | None:
-    if side is None or not runs:
-        return None
+    side: Side, runs: tuple[RunResult, ...], apart: tuple[tuple[AnswerDifference, ...], ...]
+) -> SideReport:
     return SideReport(side.name, side.job.document, side.job.engine, runs, apart)
 
 

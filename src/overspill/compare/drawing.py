@@ -17,7 +17,7 @@ ACCESS_ORDER = ("resident", "prefetch", "zero_copy")
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a bar; `percent` is of the longest bar."""
+    """A part of a bar; `percent` is of the width that there is."""
 
     access: str
     percent: float
@@ -26,13 +26,19 @@ class Segment:
 
 @dataclass(frozen=True)
 class LayerRow:
+    """A bar. `cut`: it is longer than drawn, being no layer and larger than any."""
+
     label: str
     bytes: int
     segments: tuple[Segment, ...]
+    cut: bool
 
 
 def layer_rows(weights: Sequence[PlacedWeight]) -> list[LayerRow]:
-    """A bar for every layer, and for every module outside the layers, in declaration order."""
+    """A bar for every layer, and for every module outside the layers, in declaration order.
+
+    The largest layer is the scale: an embedding that is larger than any would leave the layers too short to read.
+    """
     groups: dict[tuple[str, int], list[PlacedWeight]] = {}
     for weight in weights:
         if weight.stack is not None and weight.layer is not None:
@@ -41,16 +47,18 @@ def layer_rows(weights: Sequence[PlacedWeight]) -> list[LayerRow]:
             key = (weight.name.rpartition(".")[0] or weight.name, -1)
         groups.setdefault(key, []).append(weight)
     stacks = dict.fromkeys(owner for owner, layer in groups if layer >= 0)
-    longest = max(sum(w.bytes for w in group) for group in groups.values()) or 1
+    sizes = {key: sum(weight.bytes for weight in group) for key, group in groups.items()}
+    longest = max((size for (_, layer), size in sizes.items() if layer >= 0), default=0) or max(sizes.values())
     rows = []
     for (owner, layer), group in groups.items():
+        size = sizes[owner, layer]
         label = _short(owner) if layer < 0 else f"layer {layer}" if len(stacks) == 1 else f"{owner}.{layer}"
         segments = tuple(
-            _segment(access, held, longest)
+            _segment(access, held, max(longest, size))
             for access in ACCESS_ORDER
             if (held := [weight for weight in group if weight.access == access])
         )
-        rows.append(LayerRow(label, sum(weight.bytes for weight in group), segments))
+        rows.append(LayerRow(label, size, segments, cut=size > longest))
     return rows
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.resources import files
+from pathlib import Path
 
 from jinja2 import Environment
 
-from overspill.compare.answers import AnswerDifference
+from overspill.compare.answers import AnswerDifference, format_logit
 from overspill.compare.drawing import layer_rows, step_chart
 from overspill.compare.report import Report, SideReport
-from overspill.compare.results import Generation, RunResult, spread
-from overspill.compare.tables import ledger_rows, measured_rows, memory_rows, side_words
+from overspill.compare.results import Generation, spread
+from overspill.compare.tables import MemoryRow, ledger_rows, memory_rows, side_words
 from overspill.config import format_bytes
 
 
@@ -26,21 +27,29 @@ def render_page(report: Report) -> str:
     run = report.candidate.runs[0]
     return template.render(
         report=report,
+        name=Path(report.model).name if Path(report.model).exists() else report.model,
+        date=datetime.fromisoformat(report.conditions.created).strftime("%Y-%m-%d %H:%M UTC"),
         conditions=report.conditions,
         emulated=report.conditions.device_kind == "emulated",
         words={side.name: side_words(side) for side in report.sides},
         ledger=ledger_rows(run.weights),
         model_bytes=sum(weight.bytes for weight in run.weights),
         layers=layer_rows(run.weights),
-        memory={side.name: memory_rows(side.runs) for side in report.sides},
+        memory=_memory(report),
         budgets={side.name: side.runs[0].memory.budget_bytes for side in report.sides},
-        measured=measured_rows(report),
         chart=step_chart(report),
         runs=_run_rows(report),
         answers=_answers(report),
         documents={side.name: _document(side) for side in report.sides},
         notes=(*report.notes, *dict.fromkeys(note for side in report.sides for note in side.runs[0].notes)),
     )
+
+
+def _memory(report: Report) -> dict[str, tuple[MemoryRow | None, MemoryRow | None]]:
+    """The candidate's and the baseline's row of each purpose."""
+    candidate = {row.purpose: row for row in memory_rows(report.candidate.runs)}
+    baseline = {row.purpose: row for row in memory_rows(report.baseline.runs)} if report.baseline is not None else {}
+    return {purpose: (candidate.get(purpose), baseline.get(purpose)) for purpose in candidate | baseline}
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,7 @@ def _badness(apart: AnswerDifference) -> tuple[bool, float]:
 
 def _told(apart: AnswerDifference) -> str:
     ids = "same tokens" if apart.first_difference is None else f"token {apart.first_difference + 1} differs"
-    return f"{ids}, largest logit difference {apart.largest:g} over {apart.positions} positions"
+    return f"{ids}, largest logit difference {format_logit(apart.largest)} over {apart.positions} positions"
 
 
 def _answer(side: str, answer: Generation, other: Generation) -> Answer:

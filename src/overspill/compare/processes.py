@@ -74,6 +74,6 @@ def _last_lines(log: Path) -> str:
 
 
 def _error_class(kind: str) -> type[OverspillError]:
-    found = getattr(errors, kind)
+    found: type[OverspillError] = getattr(errors, kind)
     assert issubclass(found, OverspillError), kind
     return found

@@ -9,13 +9,15 @@ from typing import Any
 
 from overspill.api import OffloadDocument, prepare, settings_of
 from overspill.checkpoint import open_checkpoint
-from overspill.compare.prompts import Prompt, encode_all
 from overspill.compare.results import Job
 from overspill.config import FLAGS, Settings, format_bytes
+from overspill.engine.tokens import encode, tokenizer_of
 from overspill.errors import CapacityError, ConfigError
 from overspill.machine.memory import host_available_bytes
 from overspill.machine.select import select_device
 from overspill.plan import Plan, refuse_device
+
+Prompt = str | Sequence[int]
 
 _ROOMY_BYTES = 1 << 60
 _SLACK_BYTES = 16 << 20
@@ -72,7 +74,10 @@ def make_contest(
     device = select_device(wanted.engine)
     refuse_device(wanted, device)
     checkpoint = open_checkpoint(model, revision=wanted.engine.revision)
-    ids = encode_all(prompts, checkpoint, trust_remote_code=wanted.engine.trust_remote_code)
+    trust = wanted.engine.trust_remote_code
+    texts = any(isinstance(prompt, str) for prompt in prompts)
+    tokenizer = tokenizer_of(checkpoint, trust_remote_code=trust) if texts else None
+    ids = tuple(tuple(encode(tokenizer, prompt)) for prompt in prompts)  # once, so both sides are asked the same
     tokens = _context(wanted, max(map(len, ids)) + max_tokens)
     wanted = _with_engine(wanted, device=device.kind, max_model_len=tokens)
     resident = _with_engine(resident, device=device.kind, max_model_len=tokens)

@@ -15,10 +15,10 @@ _STYLE = {Outcome.PASS: "bold green", Outcome.FAIL: "bold red", Outcome.NOT_JUDG
 
 
 def render_terminal(report: Report) -> RenderableType:
-    """Tables that read without colour too; where the files are comes last."""
-    parts: list[RenderableType] = [_ledger(report), _memory(report), _measured(report), _verdicts(report)]
+    """Tables, and the report's notes; they read without colour too."""
+    tables = (_ledger(report), _memory(report), _measured(report), _verdicts(report))
+    parts: list[RenderableType] = [part for table in tables for part in (table, "")]
     parts += [Text(f"note: {note}") for note in report.notes]
-    parts += [Text(f"written: {path}") for path in report.files]
     return Group(*parts)
 
 
@@ -66,6 +66,7 @@ def _measured(report: Report) -> Table:
 
 def _verdicts(report: Report) -> Table:
     table = _table("Verdicts", ("", False), ("", False), ("", False))
+    table.show_header = False
     for verdict in report.verdicts:
         told = Text("\n").join(
             Text(check.text, style=_STYLE[check.outcome] if check.outcome is Outcome.FAIL else "")

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors
 import torch
 import transformers
@@ -41,7 +42,7 @@ from overspill.engine import Completion, Engine, SamplingParams, Step
 from overspill.errors import OverspillError
 from overspill.machine.device import Device
 from overspill.model.weights import Weight
-from overspill.plan import Access, Plan, Tier
+from overspill.plan import Access, Plan
 
 PURPOSES = ("weights", "buffer_pool", "kv_cache", "working")
 
@@ -70,21 +71,20 @@ def measure(job: Job) -> tuple[RunResult, dict[str, torch.Tensor]]:
     # What is paid once, at the first use of memory and of kernels, is not part of any step.
     engine.generate(job.prompts[0], SamplingParams(max_tokens=min(2, job.max_tokens)))
     device.reset_peak()
-    cache = _CachePeak(device)
-    engine.placed.model.register_forward_hook(cache)
+    seen = _Seen(device)
+    engine.placed.model.register_forward_hook(seen)
 
     generations: list[Generation] = []
     logits: dict[str, torch.Tensor] = {}
     for number, prompt in enumerate(job.prompts):
         before = device.traffic.copy()
-        completion = engine.generate(prompt, SamplingParams(max_tokens=job.max_tokens), logits=True)
+        completion = engine.generate(prompt, SamplingParams(max_tokens=job.max_tokens))
         generations.append(_generation(completion, plan, device, (device.traffic - before).bytes))
-        assert completion.logits is not None
-        logits[str(number)] = completion.logits.contiguous()
+        logits[str(number)] = seen.take_logits()
 
     memory = Memory(
         held_bytes=held,
-        kv_cache_peak_bytes=cache.peak_bytes,
+        kv_cache_peak_bytes=seen.cache_peak_bytes,
         peak_bytes=device.peak_bytes(),
         budget_bytes=device.memory_bytes,
         process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -115,15 +115,27 @@ def measure(job: Job) -> tuple[RunResult, dict[str, torch.Tensor]]:
     return result, logits
 
 
-class _CachePeak:
-    """A forward hook that remembers the most that caches held. The engine's own hook, which labels them, runs first."""
+class _Seen:
+    """A forward hook that keeps each pass's last logits, and the most that caches held.
+
+    The logits leave the device at once, so that a comparison takes no more of it than a run does. The engine's own
+    hook, which labels the caches, runs before this one.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.peak_bytes = 0
+        self.cache_peak_bytes = 0
+        self._logits: list[np.ndarray] = []
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        self.peak_bytes = max(self.peak_bytes, self.device.held_bytes("kv_cache"))
+        self.cache_peak_bytes = max(self.cache_peak_bytes, self.device.held_bytes("kv_cache"))
+        self._logits.append(output.logits[0, -1].float().cpu().numpy().copy())
+
+    def take_logits(self) -> torch.Tensor:
+        """Those since the last call: float32 [passes, vocabulary]."""
+        logits = torch.from_numpy(np.stack(self._logits))
+        self._logits.clear()
+        return logits
 
 
 def _zero_copy_counted(device: Device) -> bool:
@@ -181,8 +193,8 @@ def _forecast(plan: Plan) -> Forecast:
         sequences=plan.sequences,
         zero_copy_bytes=zero_copy_bytes,
         prefetch_bytes=plan.step.prefetch_bytes,
-        zero_copy_floor_s=link and link.seconds(int(zero_copy_bytes), len(zero_copy)),
-        prefetch_floor_s=link and link.seconds(plan.step.prefetch_bytes, transfers),
+        zero_copy_floor_s=link.seconds(int(zero_copy_bytes), len(zero_copy)) if link else None,
+        prefetch_floor_s=link.seconds(plan.step.prefetch_bytes, transfers) if link else None,
     )
 
 
@@ -201,8 +213,8 @@ def _weights(engine: Engine) -> tuple[PlacedWeight, ...]:
                 role=weight.role,
                 dtype=str(weight.dtype).removeprefix("torch."),
                 bytes=entry.bytes,
-                tier=Tier(entry.tier),
-                access=Access(entry.access),
+                tier=entry.tier,
+                access=entry.access,
                 reason=placement.reason,
                 address=entry.address,
                 host_address=entry.host_address,

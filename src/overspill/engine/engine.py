@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -16,7 +15,9 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from overspill.engine.sampling import Completion, SamplingParams, Step
+from overspill.engine.tokens import TextStream, encode, refuse_length
 from overspill.errors import ConfigError
+from overspill.machine.device import Device
 from overspill.model.hf import cache_of, tensors_in
 from overspill.offload.ledger import Ledger
 from overspill.offload.placed import PlacedModel
@@ -26,13 +27,17 @@ OnText = Callable[[str], None]
 
 
 class Engine:
-    """A placed model with its tokenizer (None for a model without one: then prompts are token ids)."""
+    """A placed model with its tokenizer (None for a model without one: then prompts are token ids).
+
+    Of `generation_config` the special tokens are used; how tokens are chosen is a request's own SamplingParams.
+    """
 
     def __init__(self, placed: PlacedModel, tokenizer: Any, generation_config: GenerationConfig) -> None:
         self.placed = placed
         self.tokenizer = tokenizer
         self.generation_config = generation_config
-        placed.model.register_forward_hook(self._count_cache)
+        self._text_config: Any = placed.plan.model.config.get_text_config(decoder=True)
+        placed.model.register_forward_hook(_cache_counter(placed.device))
 
     @property
     def plan(self) -> Plan:
@@ -44,18 +49,13 @@ class Engine:
 
     def encode(self, prompt: str | Sequence[int], *, chat: bool = True) -> list[int]:
         """Token ids of `prompt`, as a user's message in the chat template where there is one and `chat` is True."""
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise ConfigError("this model has no tokenizer", hint="give the prompt as token ids")
-        if chat and getattr(self.tokenizer, "chat_template", None):
-            message = [{"role": "user", "content": prompt}]
-            encoded = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
-            return list(encoded["input_ids"])
-        return list(self.tokenizer(prompt)["input_ids"])
+        return encode(self.tokenizer, prompt, chat=chat)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "" if self.tokenizer is None else str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        """The text of `ids`, as it is and without special tokens; "" without a tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def generate(
         self,
@@ -69,66 +69,80 @@ class Engine:
     ) -> Completion:
         """Complete `prompt`. `on_text` receives the text piece by piece; `logits` keeps every step's scores.
 
-        Raises ConfigError where prompt and answer exceed the planned context, DeviceOutOfMemoryError where the
-        device's memory runs out on the way.
+        Raises ConfigError where a token id is not in the vocabulary, or prompt and answer exceed the planned context;
+        DeviceOutOfMemoryError where the device's memory runs out on the way. What the request held is then free again
+        as soon as the error is.
         """
         params = params or SamplingParams()
         ids = self.encode(prompt, chat=chat)
-        self._check_length(len(ids), params.max_tokens)
+        refuse_length(len(ids), params.max_tokens, self.plan.context_tokens)
+        self._refuse_unknown(ids)
+        eos = [] if ignore_eos else self.eos_token_ids()
         device = self.placed.device
+        model: Any = self.placed.model
+        # Set on the model too: `generate` fills what is None in its argument from there.
+        model.generation_config = config = GenerationConfig(
+            **params.generation_arguments(),
+            eos_token_id=eos or None,
+            pad_token_id=self._pad_token(),
+            return_dict_in_generate=True,
+            output_logits=logits,
+        )
         recorder = _Recorder(self, on_text)
         torch.manual_seed(params.seed)
-        config = deepcopy(self.generation_config)
-        config.update(**params.generation_arguments(), output_logits=logits, pad_token_id=self._pad_token())
-        if ignore_eos:
-            config.eos_token_id = None
         inputs = device.to_device(torch.tensor([ids]))
         with self.placed.running():
-            output: Any = self.placed.model.generate(  # type: ignore[operator]
-                inputs,
-                attention_mask=torch.ones_like(inputs),
-                generation_config=config,
-                streamer=recorder,
+            output: Any = model.generate(
+                inputs, attention_mask=torch.ones_like(inputs), generation_config=config, streamer=recorder
             )
             device.synchronize()
             scores = torch.stack([step[0].float().cpu() for step in output.logits]) if logits else None
         tokens = recorder.tokens
-        stopped = tokens[-1:] != [] and tokens[-1] in self.eos_token_ids() and not ignore_eos
-        return Completion(
-            ids, tokens, self.decode(tokens), "stop" if stopped else "length", recorder.steps, scores
-        )  # fmt: skip
+        reason = "stop" if tokens[-1] in eos else "length"
+        return Completion(ids, tokens, self.decode(tokens), reason, recorder.steps, scores)
 
     def eos_token_ids(self) -> list[int]:
-        eos = self.generation_config.eos_token_id
-        return [] if eos is None else [int(e) for e in (eos if isinstance(eos, list) else [eos])]
+        """The tokens that end an answer; none where the model names none."""
+        return self._special("eos_token_id")
 
     def _pad_token(self) -> int:
-        pad = self.generation_config.pad_token_id
-        return int(pad) if isinstance(pad, int) else next(iter(self.eos_token_ids()), 0)
+        return next(iter((*self._special("pad_token_id"), *self.eos_token_ids())), 0)
 
-    def _check_length(self, prompt_tokens: int, max_tokens: int) -> None:
-        limit = self.plan.context_tokens
-        if prompt_tokens == 0:
-            raise ConfigError("the prompt is empty", hint="give at least one token")
-        if prompt_tokens + max_tokens > limit:
+    def _special(self, name: str) -> list[int]:
+        """As the generation config says, or the model's own config where that is silent."""
+        for config in (self.generation_config, self._text_config):
+            value = getattr(config, name, None)
+            if value is not None:
+                return [int(token) for token in (value if isinstance(value, list | tuple) else [value])]
+        return []
+
+    def _refuse_unknown(self, ids: Sequence[int]) -> None:
+        vocabulary = self._text_config.vocab_size
+        unknown = [token for token in ids if not 0 <= token < vocabulary]
+        if unknown:
             raise ConfigError(
-                f"the prompt's {prompt_tokens} tokens and {max_tokens} to generate exceed the planned {limit}",
-                hint="--max-model-len plans a longer context, --max-tokens asks for a shorter answer",
+                f"token id {unknown[0]} is not in the model's vocabulary of {vocabulary}",
+                hint="give ids of this model's own tokenizer",
             )
 
-    def _count_cache(self, module: Any, args: Any, output: Any) -> None:
-        self.placed.device.label(tensors_in(cache_of(output)), "kv_cache")
+
+def _cache_counter(device: Device) -> Callable[[Any, Any, Any], None]:
+    """A forward hook that counts what the cache holds as such. It keeps the device alive, and no engine."""
+
+    def count(module: Any, args: Any, output: Any) -> None:
+        device.label(tensors_in(cache_of(output)), "kv_cache")
+
+    return count
 
 
 class _Recorder(BaseStreamer):  # type: ignore[misc]
     """Receives each new token from `generate`: keeps it, times its step, and passes whole text on."""
 
     def __init__(self, engine: Engine, on_text: OnText | None) -> None:
-        self.engine = engine
-        self.on_text = on_text
         self.tokens: list[int] = []
         self.steps: list[Step] = []
-        self._shown = ""
+        self._on_text = on_text
+        self._text = TextStream(engine.decode)
         self._positions = 0
         self._device = engine.placed.device
         self._traffic = self._device.traffic.copy()
@@ -141,15 +155,15 @@ class _Recorder(BaseStreamer):  # type: ignore[misc]
             return
         now, traffic = time.perf_counter(), self._device.traffic.copy()
         self.steps.append(Step(self._positions, now - self._clock, traffic - self._traffic))
-        self._clock, self._traffic, self._positions = now, traffic, 1
-        self.tokens += value.flatten().tolist()
-        if self.on_text is not None:
-            text = self.engine.decode(self.tokens)
-            if not text.endswith("�"):  # an unfinished character waits for its other bytes
-                self.on_text(text[len(self._shown) :])
-                self._shown = text
+        self._traffic, self._positions = traffic, 1
+        tokens = value.flatten().tolist()
+        self.tokens += tokens
+        self._show(self._text.feed(tokens) if self._on_text is not None else "")
+        self._clock = time.perf_counter()  # what the receiver of the text takes is no part of a step
 
     def end(self) -> None:
-        if self.on_text is not None:
-            text = self.engine.decode(self.tokens)
-            self.on_text(text[len(self._shown) :])
+        self._show(self._text.finish())
+
+    def _show(self, text: str) -> None:
+        if text and self._on_text is not None:
+            self._on_text(text)

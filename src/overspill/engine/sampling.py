@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from overspill.errors import ConfigError
-from overspill.machine.device import LinkTraffic
+
+if TYPE_CHECKING:
+    import torch
+
+    from overspill.machine.device import LinkTraffic
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, value, fine, bound in (
             ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
-            (
-                "temperature",
-                self.temperature,
-                0.0 <= self.temperature < float("inf"),
-                "a number of at least 0",
-            ),
+            ("temperature", self.temperature, 0.0 <= self.temperature < float("inf"), "a number of at least 0"),
             ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("top_k", self.top_k, self.top_k >= 0, "at least 0"),
         ):
@@ -42,19 +39,11 @@ class SamplingParams:
             )
 
     def generation_arguments(self) -> dict[str, Any]:
-        """The same for transformers' `generate`; every field is stated, so no model's default wins in silence."""
-        greedy = self.temperature == 0.0
-        return {
-            "max_new_tokens": self.max_tokens,
-            "do_sample": not greedy,
-            "temperature": 1.0 if greedy else self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k or (50 if greedy else 0),  # greedy: transformers' own default, which is not used
-            "num_beams": 1,
-            "repetition_penalty": 1.0,
-            "use_cache": True,
-            "return_dict_in_generate": True,
-        }
+        """The same as fields of transformers' GenerationConfig."""
+        arguments: dict[str, Any] = {"max_new_tokens": self.max_tokens, "do_sample": self.temperature > 0.0}
+        if self.temperature > 0.0:
+            arguments.update(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+        return arguments
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ class FileReader:
             got += count
             # Only the end of a file cuts a direct read off the grid, and none can go on from there.
             if got < wanted and (count == 0 or (direct and got % ALIGNMENT)):
-                raise _cut_short(request, request.offset + got)
+                raise _cut_short(request, min(request.offset + got, os.fstat(file.fd).st_size))
 
     def _file(self, path: Path) -> _OpenFile:
         with self._lock:
@@ -250,6 +250,6 @@ def _failed(request: Request, error: OSError) -> CheckpointError:
 def _cut_short(request: Request, file_end: int) -> CheckpointError:
     extent = next(part.piece.extent for part in request.parts if part.end > file_end)
     return CheckpointError(
-        f"{request.path} ends at byte {file_end}, within the {extent.length} bytes wanted at {extent.offset}",
+        f"{request.path} ends at byte {file_end}; wanted are {extent.length} bytes at {extent.offset}",
         hint="the file changed since its header was read, or its download was cut short: download it again",
     )

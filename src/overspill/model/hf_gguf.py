@@ -9,6 +9,7 @@ times and build a name map for every child module; only their tables and per-ten
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,9 +84,10 @@ def config_defaults(architecture: str) -> dict[str, Any]:
 
 
 def special_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
-    """The configuration's `bos_token_id` and its like."""
+    """The configuration's `bos_token_id` and its like; without those that no token has (-1 for none)."""
+    count = len(metadata.get("tokenizer.ggml.tokens", ())) or math.inf
     named = {name: metadata.get(f"tokenizer.{key}") for key, name in _TABLES["tokenizer"].items()}
-    return {name: value for name, value in named.items() if name is not None and value is not None}
+    return {name: value for name, value in named.items() if name and value is not None and 0 <= value < count}
 
 
 def config_by_function(
@@ -120,18 +122,14 @@ def build_tokenizer(architecture: str, model_type: str, metadata: Mapping[str, A
     metadata, because 5.17's converters swap bos and eos, and `add_bos_token` follows 5.24's rule
     everywhere.
     """
-
-    def group(name: str) -> dict[str, Any]:
-        renames = GGUF_TO_TRANSFORMERS_MAPPING["tokenizer"][name].items()
-        return {new: metadata[f"tokenizer.{key}"] for key, new in renames if f"tokenizer.{key}" in metadata}
-
     convert, known_as = (
         (ggml.convert_gguf_tokenizer, model_type)
         if hasattr(ggml, "convert_gguf_tokenizer")
         else (integration.convert_gguf_tokenizer, architecture)
     )
     kind_in_file = metadata.get("tokenizer.ggml.model")
-    vocabulary = group("tokenizer")
+    renames: Mapping[str, str] = GGUF_TO_TRANSFORMERS_MAPPING["tokenizer"]["tokenizer"]
+    vocabulary = {new: metadata[f"tokenizer.{key}"] for key, new in renames.items() if f"tokenizer.{key}" in metadata}
     if kind_in_file == "gpt2":  # byte-level: a space is a byte, or 5.17 drops the first one when decoding
         vocabulary["add_prefix_space"] = False
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from overspill.config import format_bytes
 from overspill.errors import PlacementDefect
 from overspill.machine.arena import Block
 from overspill.machine.device import Device
-from overspill.plan import Access, Placement, Plan, Tier
+from overspill.offload.prefetch import offsets
+from overspill.plan import Access, Placement, Plan, Ring, Tier
+from overspill.plan.ring import buffer_of
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,16 @@ def take_ledger(
     """
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors.update(model.named_buffers(remove_duplicate=False))
+    slots = _ring_slots(plan.ring, blocks["buffer_pool"]) if plan.ring is not None else {}
     wrong = [
         f"{name}: {fault}"
         for placement in plan.placements
         for name in (placement.weight.full, *placement.weight.aliases)
-        if (fault := _fault(tensors.get(name), placement, blocks, hosts, device)) is not None
+        if (fault := _fault(tensors.get(name), placement, blocks, hosts, slots, device)) is not None
     ]
     entries = [_entry(p, tensors[p.weight.full], hosts) for p in plan.placements if p.weight.full in tensors]
+    wrong += _overlaps({e.name: (e.address, e.bytes) for e in entries if e.access is Access.RESIDENT})
+    wrong += _overlaps({e.name: (e.host_address, e.bytes) for e in entries if e.host_address is not None})
     planned = {name for p in plan.placements for name in (p.weight.full, *p.weight.aliases)}
     for name, tensor in tensors.items():
         if name not in planned and not (_is_rebuilt_buffer(model, name) and _inside(tensor, blocks["weights"])):
@@ -119,6 +125,7 @@ def _fault(
     placement: Placement,
     blocks: Mapping[str, Block],
     hosts: Mapping[str, torch.Tensor],
+    slots: Mapping[str, int],
     device: Device,
 ) -> str | None:
     weight = placement.weight
@@ -140,7 +147,26 @@ def _fault(
         if device.host_address(tensor) != host.data_ptr():
             return "the device's view is not over its host copy"
         return None
-    return None if _inside(tensor, blocks["buffer_pool"]) else "not in a ring buffer"
+    return None if tensor.data_ptr() == slots[weight.full] else "not at its place in its ring buffer"
+
+
+def _ring_slots(ring: Ring, pool: Block) -> dict[str, int]:
+    """Where in the buffer pool each ring weight is read, by name."""
+    return {
+        weight.full: pool.data.data_ptr() + buffer_of(index, ring.step) * ring.buffer_bytes + offset
+        for index, layer in enumerate(ring.layers)
+        for weight, offset in zip(layer.weights, offsets(layer), strict=True)
+    }
+
+
+def _overlaps(spans: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Weights that lie in each other's memory, of (address, bytes) by name."""
+    placed = sorted((address, nbytes, name) for name, (address, nbytes) in spans.items() if address and nbytes)
+    return [
+        f"{second}: shares memory with {first}"
+        for (start, nbytes, first), (next_start, _, second) in pairwise(placed)
+        if next_start < start + nbytes
+    ]
 
 
 def _inside(tensor: torch.Tensor, block: Block) -> bool:

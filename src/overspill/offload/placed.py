@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -25,13 +25,18 @@ logger = logging.getLogger("overspill")
 
 @dataclass
 class PlacedModel:
-    """A transformers model that runs, its plan, and the proof. It owns all blocks; dropping it frees them."""
+    """A transformers model that runs, its plan, and the proof. It owns all blocks; dropping it frees them.
+
+    `blocks` are the allocations by purpose, `hosts` the host copies by weight name.
+    """
 
     model: nn.Module
     plan: Plan
     ledger: Ledger
     device: Device
     prefetcher: Prefetcher | None
+    blocks: dict[str, Block] = field(repr=False)
+    hosts: dict[str, torch.Tensor] = field(repr=False)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -73,7 +78,7 @@ def place(plan: Plan, device: Device, *, progress: Progress | None = None, debug
         model, plan, blocks, hosts, device, read_bytes=read_bytes, load_seconds=time.perf_counter() - started
     )
     _say(plan, ledger)
-    return PlacedModel(model, plan, ledger, device, prefetcher)
+    return PlacedModel(model, plan, ledger, device, prefetcher, blocks, hosts)
 
 
 def _lay_out(

@@ -10,6 +10,7 @@ from enum import StrEnum
 from overspill.machine.arena import packed_bytes
 from overspill.machine.device import Link
 from overspill.model.weights import ModelMap, Weight
+from overspill.plan.ring import buffer_of
 
 
 class Tier(StrEnum):
@@ -72,9 +73,22 @@ class Ring:
         return self.step * self.buffer_bytes
 
     @property
+    def nbytes(self) -> int:
+        """Host bytes of all its layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def copied(self) -> tuple[RingLayer, ...]:
+        """The layers that each pass copies. One that has a buffer to itself stays there once it has come."""
+        if not self.look_ahead:
+            return self.layers
+        users = Counter(buffer_of(index, self.step) for index in range(len(self.layers)))
+        return tuple(layer for i, layer in enumerate(self.layers) if users[buffer_of(i, self.step)] > 1)
+
+    @property
     def pass_bytes(self) -> int:
         """Bytes that cross the link in one pass over the model."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.copied)
 
 
 @dataclass(frozen=True)

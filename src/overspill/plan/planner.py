@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from overspill.config import Settings, format_bytes
-from overspill.errors import CapacityError, ConfigError
+from overspill.config import OffloadConfig, Settings, format_bytes
+from overspill.errors import ConfigError
 from overspill.machine.arena import packed_bytes, page_bytes
 from overspill.machine.device import Device
 from overspill.machine.memory import host_available_bytes
 from overspill.model.map import conversions
 from overspill.model.weights import ModelMap, Weight
+from overspill.plan.capacity import refuse_capacity
 from overspill.plan.placement import Access, MemoryForecast, Placement, Plan, StepForecast, Tier
 from overspill.plan.policy import Choice, choose
 
@@ -53,7 +54,12 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
         notes=(*settings.notes, *choice.notes, *_model_notes(model, settings, zero_copy)),
         warnings=choice.warnings,
     )
-    _refuse_capacity(plan, settings)
+
+    def forecast(offload: OffloadConfig) -> MemoryForecast:
+        other = choose(model, offload, zero_copy=zero_copy)
+        return _memory(model, tuple(_place(weight, other) for weight in model), other, buffers_bytes, device)
+
+    refuse_capacity(plan, settings, unified=device.unified, forecast=forecast)
     return plan
 
 
@@ -95,7 +101,7 @@ def _step(placements: tuple[Placement, ...], choice: Choice, tokens: int, device
         tokens=tokens,
         zero_copy_bytes=sum(weight.step_bytes(tokens) for weight in zero_copy),
         prefetch_bytes=choice.ring.pass_bytes if choice.ring is not None else 0,
-        transfers=sum(w.step_reads for w in zero_copy) + (len(choice.ring.layers) if choice.ring is not None else 0),
+        transfers=sum(w.step_reads for w in zero_copy) + (len(choice.ring.copied) if choice.ring is not None else 0),
         link=device.link,
     )
 
@@ -124,35 +130,3 @@ def _model_notes(model: ModelMap, settings: Settings, zero_copy: bool) -> list[s
 
 def _few(names: tuple[str, ...]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _refuse_capacity(plan: Plan, settings: Settings) -> None:
-    memory = plan.memory
-    if memory.host_bytes > memory.available_host_bytes:
-        raise CapacityError(
-            f"host memory: the plan places {format_bytes(memory.host_bytes)} there, "
-            f"{format_bytes(memory.available_host_bytes)} are available (the control group's limit included)",
-            hint="offload less, or raise the limit",
-        )
-    fit = settings.offload.extension.device_fit
-    stated = fit.weight_budget_bytes if fit is not None else None
-    if stated == 0:  # vllm.cpp's meaning: no verdict before loading
-        return
-    limit = memory.available_device_bytes if stated is None else stated
-    if stated is not None:
-        needed, what = memory.weights_bytes + memory.buffer_pool_bytes, "weights and buffer pool"
-    else:
-        needed, what = memory.device_bytes - (memory.working_bytes or 0), "weights, buffer pool and KV cache"
-    if needed > limit:
-        missing = needed - limit
-        largest = max((p.weight for p in plan.on(Tier.DEVICE)), key=lambda w: w.nbytes)
-        raise CapacityError(
-            f"{plan.device_name}: {what} need {format_bytes(needed)} of device memory "
-            f"(weights {format_bytes(memory.weights_bytes)}, buffer pool {format_bytes(memory.buffer_pool_bytes)}, "
-            f"KV cache {format_bytes(memory.kv_cache_bytes or 0)} for {plan.sequences} x {plan.context_tokens} tokens; "
-            f"the largest weight is {largest.full}, {format_bytes(largest.nbytes)}), "
-            f"the limit is {format_bytes(limit)}",
-            hint=f"offload {format_bytes(missing)} more (--cpu-offload-gb "
-            f"{(plan.offloaded_bytes + missing) / (1 << 30) + 0.005:.2f}), "
-            "or allow fewer or shorter sequences (--max-num-seqs, --max-model-len)",
-        )

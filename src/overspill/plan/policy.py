@@ -68,11 +68,12 @@ def _budget(model: ModelMap, offload: OffloadConfig, order: str, *, zero_copy: b
         notes[0] += f" (the last one overshoots it by {format_bytes(total - budget)})"
     if zero_copy:
         return Choice(moved, None, tuple(notes), tuple(warnings))
-    layers = _ring_layers(model, [w for w in eligible if w.full in moved])
+    ring = Ring(_ring_layers(model, [w for w in eligible if w.full in moved]), step=1, look_ahead=False)
+    _refuse_no_saving(ring, "cpu_offload_gb without zero-copy", "a larger budget: weights of more than one layer")
     notes.append(
         "without zero-copy each layer's weights are copied when the layer runs, into one buffer, with no overlap"
     )
-    return Choice(moved, Ring(layers, step=1, look_ahead=False), tuple(notes), tuple(warnings))
+    return Choice(moved, ring, tuple(notes), tuple(warnings))
 
 
 def _why_budget(weight: Weight, order: str) -> str:
@@ -128,21 +129,30 @@ def _prefetch(model: ModelMap, offload: OffloadConfig) -> Choice:
             if len(layers) > 1
             else "a smaller offload_group_size, so that more layers share the buffers",
         )
-    if ring.pass_bytes <= ring.pool_bytes:
-        raise ConfigError(
-            f"prefetch would offload {format_bytes(ring.pass_bytes)} and take "
-            f"{format_bytes(ring.pool_bytes)} of buffers: nothing is saved",
-            hint="a smaller offload_prefetch_step, or more layers",
-        )
+    _refuse_no_saving(ring, "prefetch", "a smaller offload_prefetch_step, or more layers")
     if step < num:
         warnings.append(
             f"offload_prefetch_step ({step}) is smaller than offload_num_in_group ({num}): offloaded layers follow "
             f"each other, and the copy of one can start only when the one {step} before it has run; "
             f"a step of {num} overlaps them"
         )
+    if alone := [layer.number for layer in layers if layer not in ring.copied]:
+        notes.append(
+            f"layers {alone} of {decoder.path} have a buffer to themselves and are copied once: "
+            f"{step} buffers for {len(layers)} layers"
+        )
     reason = f"group rule: layer mod {size} >= {size - num}"
     moved = {w.full: (Access.PREFETCH, reason) for layer in layers for w in layer.weights}
     return Choice(moved, ring, tuple(notes), tuple(warnings))
+
+
+def _refuse_no_saving(ring: Ring, what: str, hint: str) -> None:
+    if ring.nbytes <= ring.pool_bytes:
+        raise ConfigError(
+            f"{what} would offload {format_bytes(ring.nbytes)} and take "
+            f"{format_bytes(ring.pool_bytes)} of buffers: nothing is saved",
+            hint=hint,
+        )
 
 
 def _layers_not_run_once(model: ModelMap, stack: str) -> set[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from overspill.compare.answers import AnswerDifference, ids_equal, largest_of, one_token_repeated
+from overspill.compare.answers import AnswerDifference, format_logit, ids_equal, largest_of, one_token_repeated
 from overspill.compare.verdicts.records import Check, Evidence, Figure, Outcome, Verdict
 
 
@@ -33,20 +33,22 @@ def same_answer(evidence: Evidence) -> Verdict:
         checks = [
             Check(
                 Outcome.NOT_JUDGED,
-                f"the baseline does not repeat its own logits (up to {own:g} apart from run to run), and the candidate "
-                f"is no further from it ({largest:g})",
+                f"the baseline does not repeat its own logits (up to {format_logit(own)} apart from run to run), "
+                f"and the candidate is no further from it ({format_logit(largest)})",
             )
         ]
     elif not ids_equal(differences):
         where = _first(evidence, lambda d: d.first_difference is not None)
-        checks = [Check(Outcome.FAIL, f"another token: {where}; up to there logits are at most {largest:g} apart")]
+        checks = [
+            Check(Outcome.FAIL, f"another token: {where}; up to there logits are at most {format_logit(largest)} apart")
+        ]
     elif largest > 0:
         where = _first(evidence, lambda d: d.largest == largest)
         checks = [
             Check(
                 Outcome.FAIL,
-                f"the token ids are equal but logits are up to {largest:g} apart ({where}); the same kernels computed "
-                "both, so they should be the same bits",
+                f"the token ids are equal but logits are up to {format_logit(largest)} apart ({where}); "
+                "the same kernels computed both, so they should be the same bits",
             )
         ]
     else:
@@ -58,7 +60,7 @@ def same_answer(evidence: Evidence) -> Verdict:
                 "every answer is one token repeated, so ids are no evidence: the logits decide",
             )
         )
-    headline = "identical" if checks[0].outcome is Outcome.PASS else f"{largest:.3g} apart"
+    headline = "identical" if checks[0].outcome is Outcome.PASS else f"{format_logit(largest)} apart"
     return Verdict("same answer", headline, tuple(checks), figures)
 
 

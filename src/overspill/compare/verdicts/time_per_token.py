@@ -35,8 +35,8 @@ def time_per_token(evidence: Evidence, *, max_slowdown: float | None = None) -> 
         Figure("decode step, baseline", base, "seconds"),
     ]
     told = (
-        f"a decode step takes {middle:.2f} times the baseline's ({least:.2f} to {most:.2f} over {len(ratios)} runs: "
-        f"{base * 1e3:.1f} to {median(steps) * 1e3:.1f} ms{emulated})"
+        f"a decode step takes {middle:.2f} times the baseline's ({least:.2f} to {most:.2f} over {len(ratios)} runs; "
+        f"medians {base * 1e3:.1f} and {median(steps) * 1e3:.1f} ms{emulated})"
     )
     if max_slowdown is None:
         claim = Check(Outcome.NOT_JUDGED, f"{told}; no limit was asked for")

@@ -1,0 +1,87 @@
+"""Whether device and host hold what a plan places there, and where they do not, the nearest settings that would fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from overspill.config import GIB, OffloadConfig, Settings, format_bytes
+from overspill.errors import CapacityError, ConfigError
+from overspill.plan.placement import MemoryForecast, Plan, Tier
+
+_SHORTER = "fewer or shorter sequences (--max-num-seqs, --max-model-len)"
+
+Forecast = Callable[[OffloadConfig], MemoryForecast]
+
+
+def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: Forecast) -> None:
+    """CapacityError where the host or the device has less than the plan needs.
+
+    `forecast` plans the memory of the same model under other offload settings (ConfigError where those are refused);
+    the hint names settings only if they fit. `unified`: nothing can be offloaded.
+    """
+    memory = plan.memory
+    if memory.host_bytes > memory.available_host_bytes:
+        raise CapacityError(
+            f"host memory: the plan places {format_bytes(memory.host_bytes)} there, "
+            f"{format_bytes(memory.available_host_bytes)} are available (the control group's limit included)",
+            hint="offload less, or raise the limit",
+        )
+    stated = settings.offload.extension.device_fit.weight_budget_bytes
+    if stated == 0:  # vllm.cpp's meaning: no verdict before loading
+        return
+    limit = memory.available_device_bytes if stated is None else stated
+    with_cache = stated is None
+    needed = _needed(memory, with_cache)
+    if needed <= limit:
+        return
+    what = "weights, buffer pool and KV cache" if with_cache else "weights and buffer pool"
+    largest = max((p.weight for p in plan.on(Tier.DEVICE)), key=lambda w: w.nbytes, default=None)
+    named = f"; the largest weight is {largest.full}, {format_bytes(largest.nbytes)}" if largest is not None else ""
+    relief = _SHORTER if with_cache else 'a larger "overspill.device_fit.weight_budget_bytes"'
+    settled = None
+    if not unified:
+        settled = next(
+            (
+                written
+                for written, offload in _larger_offloads(plan, settings.offload, needed - limit)
+                if _fits(forecast, offload, with_cache, limit)
+            ),
+            None,
+        )
+    raise CapacityError(
+        f"{plan.device_name}: {what} need {format_bytes(needed)} of device memory "
+        f"(weights {format_bytes(memory.weights_bytes)}, buffer pool {format_bytes(memory.buffer_pool_bytes)}, "
+        f"KV cache {format_bytes(memory.kv_cache_bytes or 0)} for {plan.sequences} x {plan.context_tokens} tokens"
+        f"{named}), the limit is {format_bytes(limit)}",
+        hint=f"offload {format_bytes(needed - limit)} more ({settled}), or allow {relief}"
+        if settled is not None
+        else f"moving weights alone is not enough here: allow {relief}, or more device memory",
+    )
+
+
+def _needed(memory: MemoryForecast, with_cache: bool) -> int:
+    cache_bytes = memory.kv_cache_bytes or 0 if with_cache else 0
+    return memory.weights_bytes + memory.buffer_pool_bytes + cache_bytes
+
+
+def _fits(forecast: Forecast, offload: OffloadConfig, with_cache: bool, limit: int) -> bool:
+    try:
+        return _needed(forecast(offload), with_cache) <= limit
+    except ConfigError:
+        return False
+
+
+def _larger_offloads(plan: Plan, offload: OffloadConfig, missing: int) -> Iterator[tuple[str, OffloadConfig]]:
+    """Settings that offload more, the least first, each with how the command line writes it."""
+    if plan.backend == "prefetch":
+        prefetch = offload.prefetch
+        for size in range(prefetch.offload_group_size - 1, prefetch.offload_num_in_group - 1, -1):
+            larger = prefetch.model_copy(update={"offload_group_size": size})
+            yield f"--offload-group-size {size}", offload.model_copy(update={"prefetch": larger})
+        return
+    hundredths = math.ceil((plan.offloaded_bytes + missing) / GIB * 100)
+    everything = math.ceil(plan.model.nbytes / GIB * 100)
+    for budget in dict.fromkeys((hundredths, everything)):  # a larger pool may take what a tight budget frees
+        larger_uva = offload.uva.model_copy(update={"cpu_offload_gb": budget / 100})
+        yield f"--cpu-offload-gb {budget / 100:.2f}", offload.model_copy(update={"uva": larger_uva})
