@@ -43,7 +43,10 @@ class Bar:
 
 @dataclass
 class Report:
-    """`rows` hold what the table shows and, under "samples", every single figure behind it."""
+    """`rows` hold what the table shows and, under "samples", every single figure behind it.
+
+    A section of a larger report has no `conditions` of its own.
+    """
 
     name: str
     title: str
@@ -52,10 +55,11 @@ class Report:
     bars: list[Bar] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     limits: dict[str, float] = field(default_factory=dict)
-    conditions: dict[str, Any] = field(default_factory=conditions)
+    conditions: dict[str, Any] | None = field(default_factory=conditions)
 
     def finish(self) -> Report:
-        finish(self.conditions)
+        if self.conditions is not None:
+            finish(self.conditions)
         return self
 
     def as_json(self) -> dict[str, Any]:
@@ -63,12 +67,18 @@ class Report:
         bars = [{**asdict(bar), "met": bar.met} for bar in self.bars]
         return {"schema": SCHEMA, **asdict(self), "bars": bars, "columns": list(self.columns)}
 
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Report:
+        bars = [Bar(b["what"], b["value"], b["reach"], b["at_least"]) for b in found["bars"]]
+        given = {name: value for name, value in found.items() if name not in ("schema", "bars")}
+        return cls(**given, bars=bars)
+
     def write(self, folder: Path, stem: str) -> list[Path]:
         """Write `stem`.json and `stem`.md into `folder`; gives their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"{stem}.json", folder / f"{stem}.md"]
         paths[0].write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
-        paths[1].write_text(self.markdown(), encoding="utf-8")
+        paths[1].write_text("\n".join(self.markdown()) + "\n", encoding="utf-8")
         return paths
 
     def render(self) -> RenderableType:
@@ -80,16 +90,19 @@ class Report:
         lines = [Text(str(bar), style="green" if bar.met else "bold red") for bar in self.bars]
         return Group(table, *lines, *(Text(line, style="dim") for line in self._footer()))
 
-    def markdown(self) -> str:
-        lines = [f"# {self.title}", "", "| " + " | ".join(map(heading, self.columns)) + " |"]
+    def markdown(self, level: int = 1) -> list[str]:
+        """Lines; `level` is the title's."""
+        lines = [f"{'#' * level} {self.title}", "", "| " + " | ".join(map(heading, self.columns)) + " |"]
         lines.append("|" + "|".join("---:" if unit_of(column) else "---" for column in self.columns) + "|")
         lines += ["| " + " | ".join(shown(c, row.get(c)) for c in self.columns) + " |" for row in self.rows]
-        if self.bars:
-            lines += ["", "## Numbers to reach", "", *(f"- {bar}" for bar in self.bars)]
-        if self.notes:
-            lines += ["", "## Notes", "", *(f"- {note}" for note in self.notes)]
-        lines += ["", "## Limits and conditions", "", *(f"- {line}" for line in self._measured())]
-        return "\n".join(lines) + "\n"
+        for title, items in (
+            ("Numbers to reach", self.bars),
+            ("Notes", self.notes),
+            ("Limits and conditions", list(self._measured())),
+        ):
+            if items:
+                lines += ["", f"{'#' * level}# {title}", "", *(f"- {item}" for item in items)]
+        return lines
 
     def _footer(self) -> Iterator[str]:
         yield from self.notes
@@ -98,7 +111,8 @@ class Report:
     def _measured(self) -> Iterator[str]:
         for name, value in self.limits.items():
             yield f"{heading(name)}: {shown(name, value)}{_UNITS[unit_of(name)] if unit_of(name) else ''}"
-        yield from condition_lines(self.conditions)
+        if self.conditions is not None:
+            yield from condition_lines(self.conditions)
 
 
 def condition_lines(found: Mapping[str, Any]) -> Iterator[str]:

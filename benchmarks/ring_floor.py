@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from overspill.plan.ring import buffer_of, next_index
+from overspill.plan.ring import next_index
 
 _PASSES = 6  # the first starts with full buffers; a few later every pass takes the same
 
@@ -13,22 +13,19 @@ def ring_seconds(layers: int, group: int, step: int, computing_s: float, link_s:
     `computing_s` and `link_s` are what all layers compute and all copies take in a pass. Copies run one at a time, in
     the order in which they are asked for; a layer's copy is asked for when its buffer's last layer has run.
     """
-    offloaded = [number for number in range(layers) if number % group == group - 1]
-    count = len(offloaded)
-    layer_s, copy_s = computing_s / layers, link_s / count
+    offloaded = {layer: index for index, layer in enumerate(range(group - 1, layers, group))}
+    following = [next_index(index, step, len(offloaded)) for index in offloaded.values()]
+    copies = sum(other != index for index, other in enumerate(following))  # a layer with a buffer to itself stays
+    layer_s, copy_s = computing_s / layers, link_s / copies
     now = link_free = begun = 0.0
-    ready = dict.fromkeys(range(min(step, count)), 0.0)
-    for number in range(_PASSES):
-        if number == _PASSES - 1:
-            begun = now
+    ready = [0.0] * len(offloaded)
+    for _ in range(_PASSES):
+        begun = now
         for layer in range(layers):
-            index = offloaded.index(layer) if layer in offloaded else None
+            index = offloaded.get(layer)
             if index is not None:
                 now = max(now, ready[index])
             now += layer_s
-            if index is not None:
-                following = next_index(index, step, count)
-                assert buffer_of(following, step) == buffer_of(index, step), "a ring reuses the buffer that is free"
-                if following != index or step < count:
-                    link_free = ready[following] = max(link_free, now) + copy_s
+            if index is not None and following[index] != index:
+                link_free = ready[following[index]] = max(link_free, now) + copy_s
     return now - begun

@@ -71,7 +71,11 @@ SCALES = {
     "toy": Scale(64, 8, 2, (1.0,), rounds=1, passes=1),
 }
 
-PREFETCH = {"prefetch, group 1, step 2": (1, 2), "prefetch, group 4, step 1": (4, 1), "prefetch, group 2, step 2": (2, 2)}
+PREFETCH = {
+    "prefetch, group 1, step 2": (1, 2),
+    "prefetch, group 4, step 1": (4, 1),
+    "prefetch, group 2, step 2": (2, 2),
+}
 
 
 def measure(scale: Scale, tell: Callable[[str], None]) -> Report:

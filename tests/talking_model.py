@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiny_models import Tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
+
+from tiny_models import Tiny
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 CHAT_TEMPLATE = "<s>{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}\n{% endfor %}"

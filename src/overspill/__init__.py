@@ -6,7 +6,9 @@ the same to a transformers model that is already in memory; `compare` runs both 
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from overspill.config import OffloadConfig
@@ -67,6 +69,17 @@ __all__ = [
     "offload",
     "plan",
 ]
+
+
+class _Face(ModuleType):
+    """`overspill.plan` and `overspill.compare` are functions, though rooms of the same name are imported too."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HEAVY and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face
 
 
 def __getattr__(name: str) -> Any:

@@ -46,7 +46,5 @@ def test_the_page_tells_of_every_field_and_variable() -> None:
         EngineSettings,
     )
     names = [name for document in documents for name in document.model_fields]
-    missing = [
-        name for name in (*names, *OVERRIDES, DISABLE_PIN_MEMORY, DISABLE_UVA) if f"{name}`" not in page
-    ]
+    missing = [name for name in (*names, *OVERRIDES, DISABLE_PIN_MEMORY, DISABLE_UVA) if f"{name}`" not in page]
     assert missing == []

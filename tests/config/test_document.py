@@ -13,9 +13,7 @@ from pydantic import ValidationError
 from overspill.config import GIB, OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig, parse_offload_config
 from overspill.errors import ConfigError, OverspillWarning
 
-PREFETCH_IGNORED = (
-    "Prefetch offload fields are set but offload_backend='uva'. Prefetch settings will be ignored."
-)
+PREFETCH_IGNORED = "Prefetch offload fields are set but offload_backend='uva'. Prefetch settings will be ignored."
 UVA_IGNORED = "UVA offload fields are set but offload_backend='prefetch'. UVA settings will be ignored."
 BOTH_SET = (
     "Both UVA and prefetch offload fields are set with offload_backend='auto'. Prefetch backend will be "
@@ -72,8 +70,7 @@ def test_nothing_asked_for_is_vllms_default(document: Any) -> None:
         ),
         (
             prefetch(offload_group_size=2, offload_prefetch_step=0),
-            "offload_prefetch_step (0) must be >= 1 when prefetch offloading is enabled "
-            "(offload_group_size > 0)",
+            "offload_prefetch_step (0) must be >= 1 when prefetch offloading is enabled (offload_group_size > 0)",
         ),
         ({"offload_backend": "disk"}, "Input should be 'auto', 'uva' or 'prefetch'"),
         (uva(cpu_offload_gb=True), "Input should be a valid number"),
@@ -93,10 +90,7 @@ def test_vllm_refuses_in_its_words(document: dict[str, Any], text: str) -> None:
 def test_vllm_refuses_none_as_a_set_where_the_door_takes_null_as_absent() -> None:
     with pytest.raises(ValidationError, match="Input should be a valid set"):
         UVAOffloadConfig(cpu_offload_params=None)  # type: ignore[arg-type]
-    assert (
-        parse_offload_config(uva(cpu_offload_gb=1, cpu_offload_params=None)).uva.cpu_offload_params
-        == frozenset()
-    )
+    assert parse_offload_config(uva(cpu_offload_gb=1, cpu_offload_params=None)).uva.cpu_offload_params == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -252,10 +246,7 @@ def test_unknown_keys_list_the_valid_ones(document: dict[str, Any], message: str
 
 def test_an_error_names_key_value_bound_and_meaning() -> None:
     error = refused(uva(cpu_offload_gb=-1))
-    assert (
-        error.message
-        == 'offload config: "uva.cpu_offload_gb" is -1: Input should be greater than or equal to 0'
-    )
+    assert error.message == 'offload config: "uva.cpu_offload_gb" is -1: Input should be greater than or equal to 0'
     assert error.hint is not None
     assert error.hint.startswith('"uva.cpu_offload_gb": GiB of weights')
 
@@ -303,9 +294,7 @@ def test_what_is_no_document(document: Any) -> None:
         lambda inner: (
             st.lists(inner)
             | st.dictionaries(
-                st.sampled_from(
-                    ["offload_backend", "uva", "prefetch", "overspill", "cpu_offload_gb", "mmap", "x"]
-                ),
+                st.sampled_from(["offload_backend", "uva", "prefetch", "overspill", "cpu_offload_gb", "mmap", "x"]),
                 inner,
             )
         ),

@@ -86,9 +86,7 @@ def test_overrides_are_split_at_commas_and_the_first_equals_sign() -> None:
         apply_environment(None, {"VT_PLACEMENT_OVERRIDES": "a=b=cpu"})
 
 
-@pytest.mark.parametrize(
-    "variable", ["VT_MOE_EXPERT_STREAM_SLOTS", "VT_MOE_EXPERT_STREAM_SLOT_BYTES", "VT_N_CPU_MOE"]
-)
+@pytest.mark.parametrize("variable", ["VT_MOE_EXPERT_STREAM_SLOTS", "VT_MOE_EXPERT_STREAM_SLOT_BYTES", "VT_N_CPU_MOE"])
 def test_an_empty_count_is_one_that_is_not_set(variable: str) -> None:
     assert apply_environment(None, {variable: " "}).extension is None
 

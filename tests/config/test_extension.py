@@ -38,9 +38,7 @@ def parsed(extension: Any, root: str = "overspill") -> ExtensionConfig:
 def test_the_whole_schema_under_both_names(root: str) -> None:
     extension = parsed(EVERYTHING, root)
     assert extension.model_dump(mode="json") == EVERYTHING
-    assert extension.placement.overrides == (
-        PlacementOverride(pattern=r"\.ffn_(up|down)_exps", device="cpu"),
-    )
+    assert extension.placement.overrides == (PlacementOverride(pattern=r"\.ffn_(up|down)_exps", device="cpu"),)
 
 
 def test_both_names_at_once_are_refused() -> None:
@@ -93,13 +91,8 @@ def test_absent_is_none_and_an_empty_list_is_not_absent() -> None:
             '"overspill.placement.overrides[0].device" must be a non-empty string',
         ),
         (
-            {
-                "placement": {
-                    "overrides": [{"pattern": "x", "device": "cpu"}, {"pattern": "(", "device": "cpu"}]
-                }
-            },
-            '"overspill.placement.overrides[1].pattern" is not a valid regex: missing ), '
-            "unterminated subpattern",
+            {"placement": {"overrides": [{"pattern": "x", "device": "cpu"}, {"pattern": "(", "device": "cpu"}]}},
+            '"overspill.placement.overrides[1].pattern" is not a valid regex: missing ), unterminated subpattern',
         ),
         (
             {"placement": {"overrides": [{"pattern": "{x}", "device": "gpu"}]}},
@@ -130,9 +123,7 @@ def test_messages(extension: Any, message: str) -> None:
 
 
 def test_fit_beside_a_placement_that_asks_for_nothing() -> None:
-    assert parsed(
-        {"placement": {"fit": True, "overrides": [], "cpu_moe": False, "n_cpu_moe": 0}}
-    ).placement.fit
+    assert parsed({"placement": {"fit": True, "overrides": [], "cpu_moe": False, "n_cpu_moe": 0}}).placement.fit
 
 
 @pytest.mark.parametrize(
@@ -152,9 +143,7 @@ def test_fit_beside_a_placement_that_asks_for_nothing() -> None:
 def test_what_is_not_built_is_refused_by_name(extension: dict[str, Any], path: str) -> None:
     with pytest.raises(ConfigError) as caught:
         unbuilt_refusals(parsed(extension))
-    assert caught.value.message.startswith(
-        f'"overspill.{path}" is understood but not built in this version: '
-    )
+    assert caught.value.message.startswith(f'"overspill.{path}" is understood but not built in this version: ')
     assert caught.value.hint is not None
     assert caught.value.hint.startswith("remove it")
 

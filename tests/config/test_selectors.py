@@ -25,9 +25,7 @@ def vllm_rule(selector: str, relative: str) -> bool:
     return any(segments[at : at + len(wanted)] == wanted for at in range(len(segments)))
 
 
-plain = st.sampled_from(
-    ["input_layernorm", "mlp", "router", "o_proj", "o_proj_scale", "w", "weight", "weight_scale"]
-)
+plain = st.sampled_from(["input_layernorm", "mlp", "router", "o_proj", "o_proj_scale", "w", "weight", "weight_scale"])
 any_segment = st.sampled_from(
     [
         "self_attn",
@@ -187,9 +185,7 @@ def test_a_bare_stack_is_the_decoders_not_a_towers() -> None:
 
 @given(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))
 def test_a_range_is_an_interval(first: int, last: int, index: int) -> None:
-    assert matches(f"h.{first}-{last}", layer("attn.weight", index, "transformer.h")) == (
-        first <= index <= last
-    )
+    assert matches(f"h.{first}-{last}", layer("attn.weight", index, "transformer.h")) == (first <= index <= last)
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,7 @@ def test_a_flag_and_a_document_that_agree(document: Any, flags: dict[str, object
 
 
 def test_flags_are_judged_like_the_document() -> None:
-    with pytest.raises(
-        ConfigError, match=re.escape("offload_num_in_group (3) must be <= offload_group_size (2)")
-    ):
+    with pytest.raises(ConfigError, match=re.escape("offload_num_in_group (3) must be <= offload_group_size (2)")):
         resolved(flags={"offload_group_size": 2, "offload_num_in_group": 3})
     with pytest.raises(ConfigError, match=r'"uva\.cpu_offload_gb" is -1'):
         resolved({"uva": {"cpu_offload_gb": 1}}, flags={"cpu_offload_gb": -1})

@@ -1,21 +1,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from emulated_runs import CONTEXT, PROMPT, emulated, gib, mapped, placed
-from talking_model import save_talking_model
-from tiny_models import VOCABULARY, MakeTiny
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import overspill
+from emulated_runs import CONTEXT, PROMPT, emulated, gib, mapped, placed
 from overspill.engine import Engine, SamplingParams
 from overspill.errors import ConfigError, DeviceOutOfMemoryError
-from overspill.model.hf import cache_of
+from overspill.model.hf import set_experts_implementation
+from talking_model import save_talking_model
+from tiny_models import VOCABULARY, MakeTiny
 
 PREFETCH = {"prefetch": {"offload_group_size": 2}}
 NEW = 8
@@ -40,9 +39,9 @@ def llama(tiny: MakeTiny) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = save_talking_model(tmp_path_factory.mktemp("talking"))
-    yield overspill.load(folder, PREFETCH, device="emulated", link_bandwidth="1000GB/s", debug=True)
+    return overspill.load(folder, PREFETCH, device="emulated", link_bandwidth="1000GB/s", debug=True)
 
 
 # -- the answer ------------------------------------------------------------------------------------------------------
@@ -51,7 +50,8 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3", "nemotron_h"])
 @pytest.mark.parametrize("document", [uva(1 << 30), PREFETCH], ids=["uva", "prefetch"])
 def test_greedy_ids_are_those_of_transformers(name: str, document: Any, tiny: MakeTiny) -> None:
-    reference = AutoModelForCausalLM.from_pretrained(tiny(name), dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_pretrained(tiny(name), dtype=torch.float32)
+    set_experts_implementation(reference.eval(), "eager")
     ids = torch.tensor([PROMPT])
     expected = reference.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=2
@@ -76,7 +76,7 @@ def test_sampling_follows_its_seed(llama: Engine) -> None:
         return llama.generate(PROMPT, params, ignore_eos=True).token_ids
 
     assert sampled(1) == sampled(1)
-    assert len({tuple(sampled(seed)) for seed in range(6)}) > 1
+    assert len({tuple(sampled(seed)) for seed in range(3)}) > 1
     assert sampled(1, top_k=1) == sampled(2, top_k=1) == greedy(llama, ignore_eos=True).token_ids
 
 
@@ -94,7 +94,8 @@ def test_an_answer_stops_at_its_end(tiny: MakeTiny) -> None:
     assert (len(whole.token_ids), whole.finish_reason) == (NEW, "length")
     end = whole.token_ids[2]
     until = whole.token_ids[: whole.token_ids.index(end) + 1]
-    for eos in (end, [VOCABULARY - 1, end]):
+    unused = next(token for token in range(VOCABULARY) if token not in until)
+    for eos in (end, [unused, end]):
         engine.generation_config = GenerationConfig(eos_token_id=eos)
         stopped = greedy(engine)
         assert (stopped.token_ids, stopped.finish_reason) == (until, "stop")
@@ -112,7 +113,7 @@ def test_where_the_generation_config_is_silent_the_model_s_config_names_the_end(
 def test_pieces_of_text_join_to_the_answer(talking: Engine, prompt: str) -> None:
     pieces: list[str] = []
     completion = talking.generate(
-        prompt, SamplingParams(max_tokens=60, temperature=1.5, seed=3), on_text=pieces.append, ignore_eos=True
+        prompt, SamplingParams(max_tokens=24, temperature=1.5, seed=3), on_text=pieces.append, ignore_eos=True
     )
     assert len(pieces) > 1
     assert all(pieces)
@@ -135,7 +136,7 @@ def test_a_step_moves_what_the_plan_says(name: str, selectors: tuple[str, ...], 
     engine = engine_of(tiny(name), uva(1 << 30, *selectors))
     completion = greedy(engine, ignore_eos=True)
     assert [step.tokens for step in completion.steps] == [len(PROMPT)] + [1] * (NEW - 1)
-    planned = engine.plan.step.link_bytes
+    planned = round(engine.plan.step.link_bytes)
     assert planned > 0
     assert [step.traffic.bytes for step in completion.steps[1:]] == [planned] * (NEW - 1)
     assert all(step.seconds > 0 for step in completion.steps)
@@ -161,16 +162,16 @@ def test_nothing_moves_where_nothing_is_offloaded(tiny: MakeTiny) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
-def test_the_cache_is_counted_to_the_byte_as_forecast(name: str, tiny: MakeTiny) -> None:
+def test_the_cache_is_counted_to_the_byte_as_traced(name: str, tiny: MakeTiny) -> None:
     engine = engine_of(tiny(name))
     device = engine.placed.device
     held: list[int] = []
     engine.placed.model.register_forward_hook(lambda *_: held.append(device.held_bytes("kv_cache")))
-    completion = greedy(engine, ignore_eos=True)
-    lengths = [len(PROMPT) + done for done in range(len(completion.steps))]
-    assert held == [mapped(tiny(name), tokens=length).trace.kv_cache_bytes for length in lengths]
-    assert held[-1] <= engine.plan.memory.kv_cache_bytes
-    del completion
+    greedy(engine, ignore_eos=True)
+    assert held[0] == mapped(tiny(name), tokens=len(PROMPT)).trace.kv_cache_bytes
+    if name == "llama":  # the others keep a window, or a state of one size
+        assert held[-1] == mapped(tiny(name), tokens=len(PROMPT) + NEW - 1).trace.kv_cache_bytes
+    assert 0 < max(held) <= engine.plan.memory.kv_cache_bytes
     assert device.held_bytes("kv_cache") == 0, "an answer that is done holds no cache"
 
 
@@ -231,17 +232,10 @@ def test_prompt_and_answer_may_fill_the_planned_context(llama: Engine) -> None:
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
 def test_a_token_that_the_model_does_not_know_is_refused(llama: Engine, token: int) -> None:
     with pytest.raises(ConfigError, match=f"token id {token} is not in the model's vocabulary of {VOCABULARY}"):
-        llama.generate([5, token])
+        llama.generate([5, token], SamplingParams(max_tokens=1))
 
 
 def test_text_for_a_model_without_a_tokenizer_is_refused(llama: Engine) -> None:
     with pytest.raises(ConfigError, match="no tokenizer"):
         llama.generate("text")
     assert llama.decode([5, 6]) == ""
-
-
-def test_the_engine_s_cache_of_an_output_is_what_the_hook_counts(llama: Engine) -> None:
-    """Each architecture's output has a cache, or the account would count working memory for it."""
-    with llama.placed.running():
-        ids = llama.placed.device.to_device(torch.tensor([PROMPT]))
-        assert cache_of(llama.placed.model(ids, use_cache=True)) is not None

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from talking_model import byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from overspill.engine.tokens import TextStream, encode, refuse_length
 from overspill.errors import ConfigError
+from talking_model import byte_tokenizer
 
 BYTES = byte_tokenizer()
 

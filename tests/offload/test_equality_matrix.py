@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_runs import DECODED, DISABLE_UVA, PROMPT, cache_keyword, emulated, forward, gib, passes, placed
-from tiny_models import ARCHITECTURES, TINY, MakeTiny
 from transformers import AutoModelForCausalLM
 
+from emulated_runs import DECODED, DISABLE_UVA, PROMPT, cache_keyword, emulated, forward, gib, passes, placed
 from overspill.errors import ConfigError
 from overspill.machine.arena import packed_bytes
 from overspill.model.hf import cache_of
 from overspill.plan import Access, Tier
+from tiny_models import ARCHITECTURES, TINY, MakeTiny
 
 SPARSE = ("qwen3_moe", "deepseek_v2", "gpt_oss", "qwen3_next", "nemotron_h", "mixtral", "mixtral_fused")
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_runs import gib, placed
-from tiny_models import MakeTiny
 from torch import nn
 
+from emulated_runs import gib, placed
 from overspill.errors import PlacementDefect
 from overspill.offload.ledger import Ledger, take_ledger
 from overspill.offload.placed import PlacedModel
 from overspill.plan import Access, Plan, Tier
+from tiny_models import MakeTiny
 
 HALF = {"uva": {"cpu_offload_gb": gib(110_000)}, "overspill": {"order": "declaration"}}
 PREFETCH = {"prefetch": {"offload_group_size": 2}}
@@ -126,9 +126,7 @@ def set_parameter(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_what_moved_behind_our_back_is_named(
-    move: Callable[[nn.Module], None], named: str, half: PlacedModel
-) -> None:
+def test_what_moved_behind_our_back_is_named(move: Callable[[nn.Module], None], named: str, half: PlacedModel) -> None:
     move(half.model)
     with pytest.raises(PlacementDefect) as defect:
         walk(half)

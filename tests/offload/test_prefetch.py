@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_runs import DISABLE_UVA, emulated, settings_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import PretrainedConfig
 
+from emulated_runs import DISABLE_UVA, emulated, settings_for
 from overspill.model.map import map_live
 from overspill.model.weights import ModelMap
 from overspill.offload.placed import PlacedModel, place
@@ -73,9 +73,7 @@ def mapped_chain(model: Chain) -> ModelMap:
     return map_live(model.requires_grad_(False), tokens=IDS.shape[1])
 
 
-def placed_chain(
-    model: ModelMap, document: dict[str, Any], environ: dict[str, str] | None = None
-) -> PlacedModel:
+def placed_chain(model: ModelMap, document: dict[str, Any], environ: dict[str, str] | None = None) -> PlacedModel:
     device = emulated()
     plan = make_plan(model, settings_for(document, environ), device, context_tokens=IDS.shape[1])
     return place(plan, device, debug=True)

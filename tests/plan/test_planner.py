@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_runs import CONTEXT, DISABLE_UVA, emulated, gib, mapped, settings_for
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import MakeTiny, save_headers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from emulated_runs import CONTEXT, DISABLE_UVA, emulated, gib, mapped, settings_for
 from overspill.config import FLAGS
 from overspill.errors import CapacityError, ConfigError
 from overspill.machine.arena import packed_bytes
@@ -22,6 +21,7 @@ from overspill.model.map import map_live
 from overspill.model.sources import Conversion
 from overspill.model.weights import ModelMap
 from overspill.plan import Access, Plan, Tier, make_plan, refuse_device
+from tiny_models import MakeTiny, save_headers
 
 GIB = 1 << 30
 UVA = {"uva": {"cpu_offload_gb": gib(100_000)}}

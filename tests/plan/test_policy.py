@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_runs import CONTEXT, gib, mapped, settings_for
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import TINY, MakeTiny
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from emulated_runs import CONTEXT, gib, mapped, settings_for
 from overspill.config import format_bytes
 from overspill.errors import ConfigError
 from overspill.model.map import map_live
 from overspill.model.weights import ModelMap, Role
 from overspill.plan import Access
 from overspill.plan.policy import Choice, choose
+from tiny_models import TINY, MakeTiny
 
 MapTiny = Callable[[str], ModelMap]
 

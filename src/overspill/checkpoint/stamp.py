@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +27,8 @@ class FileStamp:
 def file_stamp(path: Path) -> FileStamp:
     """The stamp of `path` as it is now. Raises CheckpointError if it cannot be read."""
     with opened(path) as file:
-        head = file.read(0, HASHED_BYTES)
-        mtime_ns = path.stat().st_mtime_ns
-        return FileStamp(file.size, mtime_ns, hashlib.sha256(head).hexdigest())
+        header_hash = hashlib.sha256(file.read(0, HASHED_BYTES)).hexdigest()
+        return FileStamp(file.size, os.fstat(file.fd).st_mtime_ns, header_hash)
 
 
 def stamps(checkpoint: Checkpoint) -> dict[Path, FileStamp]:

@@ -43,6 +43,15 @@ def command(
         int, typer.Option(help="Tokens to generate for each prompt.", rich_help_panel=COMPARISON)
     ] = 32,
     repeat: Annotated[int, typer.Option(help="Runs of each side, interleaved.", rich_help_panel=COMPARISON)] = 3,
+    max_slowdown: Annotated[
+        float | None,
+        typer.Option(
+            help="Fail where a decode step takes more than X times the baseline's. [default: not judged]",
+            metavar="X",
+            show_default=False,
+            rich_help_panel=COMPARISON,
+        ),
+    ] = None,
     output: Annotated[
         Path, typer.Option(help="Folder for report.html and report.json.", rich_help_panel=OUTPUT)
     ] = Path("report"),
@@ -60,7 +69,7 @@ def command(
     resolve(baseline, None, shared.engine())
     from overspill.compare import Event, Outcome, Planned, RunFinished, RunStarted
     from overspill.compare import compare as run_comparison
-    from overspill.compare.report import render_terminal
+    from overspill.compare.terminal import render_terminal
     from overspill.plan.report import render_plan
 
     with err.status("planning both sides") as status:
@@ -83,6 +92,7 @@ def command(
             repeat=repeat,
             output_dir=output,
             progress=show,
+            max_slowdown=max_slowdown,
             **shared.flags(),
             **shared.engine(),
         )

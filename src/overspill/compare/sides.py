@@ -13,6 +13,7 @@ from overspill.compare.results import Job
 from overspill.config import FLAGS, Settings, format_bytes
 from overspill.engine.tokens import encode, tokenizer_of
 from overspill.errors import CapacityError, ConfigError
+from overspill.machine.device import Device
 from overspill.machine.memory import host_available_bytes
 from overspill.machine.select import select_device
 from overspill.plan import Plan, refuse_device
@@ -94,9 +95,9 @@ def make_contest(
         return Side(name, job, plan)
 
     shown = tuple(p if isinstance(p, str) else f"token ids {' '.join(map(str, p))}" for p in prompts)
-    chosen = side("candidate", wanted, prepare(model, wanted).plan)
+    chosen = side("candidate", wanted, prepare(model, wanted, device).plan)
     try:
-        fitted, plan, note = _fitted(model, resident)
+        fitted, plan, note = _fitted(model, resident, device)
     except CapacityError as error:
         if resident.offload.offloads:
             raise
@@ -120,12 +121,11 @@ def _with_engine(settings: Settings, **changes: Any) -> Settings:
     return replace(settings, engine=settings.engine.model_copy(update=changes))
 
 
-def _fitted(model: str | Path, settings: Settings) -> tuple[Settings, Plan, str | None]:
-    """The baseline's settings and plan, on the emulated device with as much memory as it needs, and a line about it.
+def _fitted(model: str | Path, settings: Settings, device: Device) -> tuple[Settings, Plan, str | None]:
+    """The baseline's settings and plan, on an emulated device with as much memory as it needs, and a line about it.
 
     Raises CapacityError where a real device, or the memory that the emulated one is made of, does not hold it.
     """
-    device = select_device(settings.engine)
     if device.kind != "emulated":
         return settings, prepare(model, settings, device).plan, None
     roomy = _with_engine(settings, device_memory_bytes=_ROOMY_BYTES)
@@ -138,8 +138,8 @@ def _fitted(model: str | Path, settings: Settings) -> tuple[Settings, Plan, str 
             "real memory are free"
         )
     note = (
-        f"the baseline needs {format_bytes(needed)} of device memory and {format_bytes(device.memory_bytes)} were "
-        "asked for: on the emulated device it gets what it needs, so that there is something to compare with"
+        f"the baseline does not fit into the {format_bytes(device.memory_bytes)} of device memory that were asked for: "
+        f"on the emulated device it runs with {format_bytes(needed)}, so that there is something to compare with"
     )
     enlarged = _with_engine(settings, device_memory_bytes=needed)
     return enlarged, prepare(model, enlarged).plan, note

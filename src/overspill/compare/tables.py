@@ -99,7 +99,7 @@ def measured_rows(report: Report) -> list[MeasuredRow]:
         row("load", lambda runs: f"{median(r.load_seconds for r in runs):.2f} s"),
         row("prompt pass", lambda runs: _ms(median(r.prompt_median_s for r in runs))),
         row("decode step", lambda runs: _ms(_median([r.decode_median_s for r in runs]))),
-        row("link floor of a decode step", lambda runs: _ms(runs[0].plan.link_floor_s)),
+        row("link floor of a decode step", lambda runs: _ms(runs[0].plan.link_floor_s or None)),
     ]
 
 

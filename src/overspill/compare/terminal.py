@@ -1,4 +1,4 @@
-"""The comparison for a terminal: the candidate's ledger, what was measured, the verdicts."""
+"""The comparison for a terminal: the candidate's ledger and memory, what was measured, the verdicts."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ _STYLE = {Outcome.PASS: "bold green", Outcome.FAIL: "bold red", Outcome.NOT_JUDG
 
 def render_terminal(report: Report) -> RenderableType:
     """Tables, and the report's notes; they read without colour too."""
-    tables = (_ledger(report), _memory(report), _measured(report), _verdicts(report))
-    parts: list[RenderableType] = [part for table in tables for part in (table, "")]
-    parts += [Text(f"note: {note}") for note in report.notes]
-    return Group(*parts)
+    baseline = side_words(report.baseline) if report.baseline is not None else "not run"
+    runs = f"{report.conditions.repeat} run{'s' if report.conditions.repeat > 1 else ''} a side"
+    titled = (
+        ("Ledger of the candidate", _ledger(report)),
+        ("Memory of the candidate", _memory(report)),
+        (f"Measured, {runs}: {baseline}, against {side_words(report.candidate)}", _measured(report)),
+        ("Verdicts", _verdicts(report)),
+    )
+    parts: list[RenderableType] = []
+    for title, table in titled:
+        parts += [Text(title, style="bold"), table, ""]
+    return Group(*parts, *(Text(f"note: {note}") for note in report.notes))
 
 
-def _table(title: str, *columns: tuple[str, bool]) -> Table:
-    """`columns` are names, and whether they hold numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
-    for name, number in columns:
-        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+def _table(*columns: str, numbers: bool = True) -> Table:
+    """The first column holds names; the others numbers, or text."""
+    table = Table(header_style="dim", box=None, pad_edge=False, show_header=any(columns))
+    for at, column in enumerate(columns):
+        number = numbers and at > 0
+        table.add_column(column, justify="right" if number else "left", no_wrap=number)
     return table
 
 
 def _ledger(report: Report) -> Table:
-    run = report.candidate.runs[0]
-    table = _table("Ledger of the candidate", ("tier", False), ("access", False), ("weights", True), ("bytes", True))
-    for row in ledger_rows(run.weights):
-        table.add_row(row.tier, row.access.replace("_", "-"), str(row.weights), format_bytes(row.bytes))
+    table = _table("tier, access", "weights", "bytes")
+    for row in ledger_rows(report.candidate.runs[0].weights):
+        table.add_row(f"{row.tier}, {row.access.replace('_', '-')}", str(row.weights), format_bytes(row.bytes))
     return table
 
 
 def _memory(report: Report) -> Table:
-    table = _table(
-        "Memory of the candidate",
-        ("", False),
-        ("forecast", True),
-        ("asked", True),
-        ("allocated", True),
-        ("measured", True),
-        ("off by", True),
-    )
+    table = _table("", "forecast", "asked", "allocated", "measured", "off by")
     for row in memory_rows(report.candidate.runs):
         figures = (row.forecast, row.asked, row.allocated, row.measured)
         shown = ["" if figure is None else format_bytes(figure) for figure in figures]
@@ -56,21 +56,17 @@ def _memory(report: Report) -> Table:
 
 
 def _measured(report: Report) -> Table:
-    baseline = side_words(report.baseline) if report.baseline is not None else "not run"
-    title = f"Measured, {report.conditions.repeat} runs a side: {baseline}, against {side_words(report.candidate)}"
-    table = _table(title, ("", False), ("baseline", True), ("candidate", True))
+    table = _table("", "baseline", "candidate")
     for row in measured_rows(report):
         table.add_row(row.name, row.baseline, row.candidate)
     return table
 
 
 def _verdicts(report: Report) -> Table:
-    table = _table("Verdicts", ("", False), ("", False), ("", False))
-    table.show_header = False
+    table = _table("", "", "", numbers=False)
     for verdict in report.verdicts:
-        told = Text("\n").join(
-            Text(check.text, style=_STYLE[check.outcome] if check.outcome is Outcome.FAIL else "")
-            for check in verdict.checks
+        grounds = Text("\n").join(
+            Text(check.text, style="red" if check.outcome is Outcome.FAIL else "") for check in verdict.checks
         )
-        table.add_row(Text(verdict.outcome, style=_STYLE[verdict.outcome]), Text(verdict.name, style="bold"), told)
+        table.add_row(Text(verdict.outcome, style=_STYLE[verdict.outcome]), Text(verdict.name, style="bold"), grounds)
     return table

@@ -13,18 +13,19 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from overspill.errors import LinkDefect
 from overspill.machine.arena import ALIGNMENT, Block, map_memory, page_bytes
 from overspill.machine.device import Device, Link, LinkTraffic, Transfer
 from overspill.machine.memory import MemoryAccount
+from overspill.machine.scratch import Scratch
 
 DEFAULT_LINK = Link(bandwidth=4e9, latency_s=10e-6, measured=False)
 DEFAULT_MEMORY_BYTES = 4 << 30
@@ -51,6 +52,8 @@ class EmulatedDevice(Device):
         self.check = check
         self._timeline = _LinkTimeline(link, self.traffic)
         self._storages: dict[int, tuple[int, str]] = {}  # address -> (bytes, purpose): all of device memory
+        self._freed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._scratch = Scratch()
         self._copies: _Copies = queue.SimpleQueue()
         self._copier: threading.Thread | None = None
 
@@ -108,9 +111,10 @@ class EmulatedDevice(Device):
             return
         self.account.take(purpose, nbytes)
         self._storages[address] = (nbytes, purpose)
-        weakref.finalize(storage, self._release, address).atexit = False
+        self._freed[address] = weakref.ref(storage, partial(self._release, address))
 
-    def _release(self, address: int) -> None:
+    def _release(self, address: int, _: object) -> None:
+        del self._freed[address]
         nbytes, purpose = self._storages.pop(address)
         self.account.give(purpose, nbytes)
 
@@ -133,13 +137,16 @@ class EmulatedDevice(Device):
         return LinkView.over(host, self)
 
     def fetch(self, host: torch.Tensor) -> torch.Tensor:
-        """A device copy of `host`, same strides and same address modulo 64, at the link's speed."""
+        """A device copy of `host`, same strides and same address modulo 64, at the link's speed.
+
+        Its memory is overwritten by a later fetch once it was given back with `done_with`.
+        """
         if host.numel() == 0:
             return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype)
         begun = time.perf_counter()
         span = 1 + sum((size - 1) * stride for size, stride in zip(host.shape, host.stride(), strict=True))
         shift = host.data_ptr() % ALIGNMENT
-        scratch = torch.empty(span * host.itemsize + 2 * ALIGNMENT, dtype=torch.uint8)
+        scratch = self._scratch.take(span * host.itemsize + 2 * ALIGNMENT)
         shift = (shift - scratch.data_ptr()) % ALIGNMENT
         flat = scratch[shift : shift + span * host.itemsize].view(host.dtype)
         copy = flat.as_strided(host.shape, host.stride(), flat.storage_offset())
@@ -147,6 +154,13 @@ class EmulatedDevice(Device):
         copy[distinct].copy_(host[distinct])  # what is expanded crosses once
         self.cross(host[distinct].numel() * host.itemsize, begun)
         return copy
+
+    def done_with(self, fetched: Iterable[torch.Tensor], result: Any) -> None:
+        """Give the memory of what was fetched to later fetches, but for what `result` lies in."""
+        kept = {tensor.untyped_storage().data_ptr() for tensor in _tensors(result)}
+        for copy in fetched:
+            if copy.untyped_storage().data_ptr() not in kept:
+                self._scratch.give(copy)
 
     def cross(self, nbytes: int, begun: float) -> None:
         """Hold the computing thread until the link has carried `nbytes`, the first of them at time `begun`."""
@@ -293,9 +307,8 @@ class LinkView(torch.Tensor):
         name = func.overloadpacket.__name__
         with torch._C._DisableTorchDispatch():
             if name in _VIEWS:
-                plain = tree_map(lambda a: a.host if isinstance(a, LinkView) else a, (args, kwargs))
-                views = func(*plain[0], **plain[1])
-                return tree_map(lambda v: cls.over(v, device) if isinstance(v, torch.Tensor) else v, views)
+                plain = _mapped(lambda a: a.host if isinstance(a, LinkView) else a, (args, kwargs))
+                return _mapped(lambda view: cls.over(view, device), func(*plain[0], **plain[1]))
             if name in _GATHERS and isinstance(args[0], LinkView):
                 begun = time.perf_counter()
                 rows: torch.Tensor = func(args[0].host, *args[1:], **kwargs)
@@ -313,8 +326,9 @@ class LinkView(torch.Tensor):
                     fetched[id(argument)] = device.fetch(argument.host)
                 return fetched[id(argument)]
 
-            plain = tree_map(cross, (args, kwargs))
+            plain = _mapped(cross, (args, kwargs))
             result = func(*plain[0], **plain[1])
+            device.done_with(fetched.values(), result)
             return written[0] if written and isinstance(written[0], LinkView) else result
 
 
@@ -328,8 +342,21 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     )
 
 
+def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """An operation's arguments or results with every tensor changed; several times faster than pytree's walk."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_mapped(change, item) for item in value)
+    if isinstance(value, list):
+        return [_mapped(change, item) for item in value]
+    if isinstance(value, dict):
+        return {name: _mapped(change, item) for name, item in value.items()}
+    return value
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor among an operation's arguments or results; several times faster than a walk by pytree."""
+    """Every tensor among an operation's arguments or results."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -346,6 +373,11 @@ class _DeviceMode(TorchDispatchMode):
     def __init__(self, device: EmulatedDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Without torch's guard against compiling this, which costs as much as the work below. Nothing compiles it."""
+        return False
 
     def __torch_dispatch__(
         self,
@@ -369,7 +401,7 @@ class _DeviceMode(TorchDispatchMode):
                         "which is not in the emulated device's memory"
                     )
         result = func(*args, **kwargs)
-        for tensor in _tensors(result):
-            if not isinstance(tensor, LinkView) and tensor.device.type == "cpu":
+        for tensor in (result,) if isinstance(result, torch.Tensor) else _tensors(result):
+            if not isinstance(tensor, LinkView) and tensor.is_cpu:
                 device._adopt(tensor, "working")
         return result

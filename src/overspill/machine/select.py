@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from overspill.config.settings import EngineSettings
@@ -20,6 +22,8 @@ def select_device(settings: EngineSettings) -> Device:
     """
     has_cuda = torch.version.cuda is not None and torch.cuda.is_available()
     if settings.device == "emulated":
+        cores = len(os.sched_getaffinity(0))  # the link's copy thread wants one of them; OpenMP would spin on it
+        torch.set_num_threads(min(torch.get_num_threads(), max(1, cores - 1)))
         link = Link(
             DEFAULT_LINK.bandwidth if settings.link_bandwidth is None else settings.link_bandwidth,
             DEFAULT_LINK.latency_s if settings.link_latency_s is None else settings.link_latency_s,

@@ -98,12 +98,6 @@ def rebuild_buffers(model: nn.Module) -> None:
     model._initialize_missing_keys(is_quantized=False)  # type: ignore[operator]
 
 
-def ignored_missing(model: nn.Module, name: str) -> bool:
-    """Whether transformers itself allows this parameter or buffer to be absent from a checkpoint."""
-    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    return any(re.search(pattern, name) for pattern in patterns)
-
-
 def ignored_unexpected(model: nn.Module, name: str) -> bool:
     """Whether transformers itself passes over this checkpoint tensor (an extra prediction head, an old buffer)."""
     patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"]
@@ -143,7 +137,10 @@ class ConversionGroup:
 
 
 def map_checkpoint_names(model: Any, names: Iterable[str]) -> tuple[dict[str, str], list[ConversionGroup], list[str]]:
-    """Where each checkpoint tensor goes: (parameter -> its one tensor, groups to convert, names that go nowhere)."""
+    """Where each checkpoint tensor goes: (parameter -> its one tensor, groups to convert, names that go nowhere).
+
+    Of several tensors for one parameter the one of its own name is taken, else the first.
+    """
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -157,13 +154,15 @@ def map_checkpoint_names(model: Any, names: Iterable[str]) -> tuple[dict[str, st
         target, pattern = rename_source_key(name, renamings, converters, prefix, skeleton)
         if target not in skeleton and name in skeleton:
             target, pattern = rename_source_key(name, [], [], prefix, skeleton)
-        if target not in skeleton:
+        if target not in skeleton or (target in renamed and name != target):
             nowhere.append(name)
         elif pattern is None:
+            nowhere += [renamed[target]] if target in renamed else []
             renamed[target] = name
         else:
             group = groups.setdefault(target, ConversionGroup(target, by_pattern[pattern]))
             group.sources.setdefault(pattern, []).append(name)
+    nowhere += [name for target in renamed.keys() & groups.keys() for name in groups.pop(target).names]
     return renamed, list(groups.values()), nowhere
 
 
@@ -199,7 +198,7 @@ def observed_experts(model: nn.Module, see: Callable[[nn.Module, int], None]) ->
 
 def cache_of(output: Any) -> Any:
     """The cache that a forward pass returned, whatever this architecture calls it; None without one."""
-    for name in ("past_key_values", "cache", "cache_params", "mems"):
+    for name in ("cache", "past_key_values", "cache_params", "mems"):
         if (cache := getattr(output, name, None)) is not None:
             return cache
     return None

@@ -129,7 +129,12 @@ def build_tokenizer(architecture: str, model_type: str, metadata: Mapping[str, A
     )
     kind_in_file = metadata.get("tokenizer.ggml.model")
     renames: Mapping[str, str] = GGUF_TO_TRANSFORMERS_MAPPING["tokenizer"]["tokenizer"]
-    vocabulary = {new: metadata[f"tokenizer.{key}"] for key, new in renames.items() if f"tokenizer.{key}" in metadata}
+    tokens, ids = metadata["tokenizer.ggml.tokens"], special_ids(metadata)
+    vocabulary = {
+        name: metadata[f"tokenizer.{key}"]
+        for key, name in renames.items()
+        if f"tokenizer.{key}" in metadata and (name in ids or not name.endswith("_token_id"))
+    }
     if kind_in_file == "gpt2":  # byte-level: a space is a byte, or 5.17 drops the first one when decoding
         vocabulary["add_prefix_space"] = False
     try:
@@ -140,7 +145,6 @@ def build_tokenizer(architecture: str, model_type: str, metadata: Mapping[str, A
             hint="a newer transformers may know it, or give the original model's folder",
         ) from error
     sentencepiece, template_writes_bos = kind_in_file == "llama", kind_in_file == "gemma4"
-    tokens, ids = metadata["tokenizer.ggml.tokens"], special_ids(metadata)
     return PreTrainedTokenizerFast(
         tokenizer_object=_without_invented_tokens(backend, len(tokens)),
         chat_template=metadata.get("tokenizer.chat_template"),

@@ -12,6 +12,7 @@ from overspill.checkpoint import Checkpoint, stamps
 from overspill.errors import UnsupportedModelError
 from overspill.model import hf
 from overspill.model.gguf import config_from_gguf, sources_of_gguf
+from overspill.model.misfits import refuse_misfits
 from overspill.model.sources import Conversion, Live, Source, converted, single
 from overspill.model.stacks import Stack, find_stacks
 from overspill.model.trace import Trace, trace
@@ -100,18 +101,10 @@ def map_live(model: nn.Module, *, tokens: int, sequences: int = 1) -> ModelMap:
 
 def _safetensors_sources(checkpoint: Checkpoint, skeleton: nn.Module) -> tuple[dict[str, Source], tuple[str, ...]]:
     renamed, groups, nowhere = hf.map_checkpoint_names(skeleton, checkpoint.tensors)
+    refuse_misfits(skeleton, renamed, groups, checkpoint.tensors)
     sources: dict[str, Source] = {target: single(checkpoint.tensors[name]) for target, name in renamed.items()}
     for group in groups:
         sources.update(converted(group, checkpoint.tensors, skeleton))
-    shapes = {target: checkpoint.tensors[name].shape for target, name in renamed.items()}
-    skeleton_shapes = {name: tuple(t.shape) for name, t in skeleton.state_dict().items()}
-    wrong = [n for n, shape in shapes.items() if shape != skeleton_shapes[n]]
-    if wrong:
-        listed = ", ".join(f"{n} {list(shapes[n])} (model: {list(skeleton_shapes[n])})" for n in wrong[:8])
-        raise UnsupportedModelError(
-            f"{len(wrong)} checkpoint tensors have another shape than the architecture's: {listed}",
-            hint="config.json and the weights do not belong together",
-        )
     return sources, tuple(name for name in nowhere if not hf.ignored_unexpected(skeleton, name))
 
 
@@ -138,8 +131,7 @@ def _join(
             continue
         source = next((sources[n] for n in names if n in sources), None)
         if source is None:
-            if not hf.ignored_missing(skeleton, name):
-                uncovered.append(name)
+            uncovered.append(name)
             continue
         weights.append(_weight(skeleton, names, tensor, source, stacks, traced, name not in parameters))
     if uncovered:

@@ -78,7 +78,7 @@ def converted(group: ConversionGroup, records: Mapping[str, TensorRecord], model
     the original files straight into place. What a conversion really transforms stays a `Conversion`.
     """
     members = [records[name] for name in group.names]
-    shapes = group.convert(model, lambda name: _meta(records[name]))
+    shapes = group.convert(model, lambda name: meta_of(records[name]))
     if len(shapes) == 1:
         (name, shape) = next(iter(shapes.items()))
         extents = _stacked_extents(group, records)
@@ -95,7 +95,8 @@ def converted(group: ConversionGroup, records: Mapping[str, TensorRecord], model
     return dict.fromkeys(shapes, conversion)
 
 
-def _meta(record: TensorRecord) -> torch.Tensor:
+def meta_of(record: TensorRecord) -> torch.Tensor:
+    """A tensor of the record's shape and dtype, without data."""
     return torch.empty(record.shape, dtype=torch_dtype(record), device="meta")
 
 

@@ -38,7 +38,7 @@ def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
         )
     candidates = {p: m for p, m in candidates.items() if not any(p.startswith(f"{q}.") for q in candidates)}
     decoder_root = _decoder_root(model)
-    inside = {p: m for p, m in candidates.items() if decoder_root is not None and p.startswith(decoder_root)}
+    inside = {p: m for p, m in candidates.items() if decoder_root is not None and p.startswith(f"{decoder_root}.")}
     decoder = next(iter(_largest(inside or candidates)))
     stacks = [Stack(path, len(module), tower=path != decoder) for path, module in candidates.items()]
     return tuple(sorted(stacks, key=lambda stack: stack.tower))

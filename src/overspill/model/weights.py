@@ -144,6 +144,7 @@ _ROLE_BY_WORD: tuple[tuple[str, Role], ...] = (
     (r"experts?", Role.ROUTED_EXPERT),
     (r"router|gate|gate_inp|e_score_correction_bias", Role.ROUTER),
     (r".*norm(_?\w+)?|ln_\w+|layernorm", Role.NORM),
+    (r"(up|down)_proj", Role.DENSE_MLP),  # nemotron_h calls every block a mixer
     (r".*attn.*|.*attention.*|mixer|mamba|ssm|temporal_block|conv", Role.ATTENTION),
     (r"mlp|ffn|feed_forward|ff|block_sparse_moe|moe|fc\d?|dense_.*|w[123]", Role.DENSE_MLP),
 )

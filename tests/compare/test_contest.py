@@ -1,0 +1,96 @@
+"""The comparison end to end, in real processes: the rest of the room is tested without them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from overspill.compare import Outcome, Planned, RunFinished, RunStarted, compare
+from overspill.compare.contest import run_contest
+from overspill.compare.sides import make_contest
+from overspill.compare.verdicts import judge
+from overspill.errors import ConfigError
+
+PROMPTS = ([5, 17, 99, 3], [64, 21, 120, 7, 40, 11])
+
+
+def with_one_weight_changed(folder: Path, target: Path) -> Path:
+    shutil.copytree(folder, target)
+    file = target / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "layers.5." in name and name.endswith("down_proj.weight"))
+    tensors[name].view(-1)[0] += 1.0
+    save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+@pytest.fixture
+def one_thread(monkeypatch):
+    """Two workers of one thread each leave a busy machine some room."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_prefetch_passes_every_verdict(tiny, tmp_path):
+    heard = []
+    report = compare(
+        tiny("llama"),
+        candidate={"prefetch": {"offload_group_size": 2}},
+        prompts=PROMPTS,
+        max_tokens=5,
+        repeat=1,
+        output_dir=tmp_path / "out",
+        progress=heard.append,
+        max_slowdown=1000,
+        device="emulated",
+        debug=True,
+    )
+    assert [(v.name, v.outcome) for v in report.verdicts] == [
+        ("bytes moved", Outcome.PASS),
+        ("device memory", Outcome.PASS),
+        ("same answer", Outcome.PASS),
+        ("time per token", Outcome.PASS),
+    ]
+    assert not report.failed
+    assert [type(event) for event in heard] == [Planned, *[RunStarted, RunFinished] * 2]
+    assert [event.side for event in heard[1:]] == ["baseline", "baseline", "candidate", "candidate"]
+    assert heard[1].total == 2
+    written = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert written["failed"] == []
+    assert written["candidate"]["runs"][0]["plan"]["backend"] == "prefetch"
+    assert written["prompts"] == ["token ids 5 17 99 3", "token ids 64 21 120 7 40 11"]
+    assert "same answer" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_candidate_with_another_weight_fails_same_answer_and_nothing_else(tiny, tmp_path):
+    contest = make_contest(
+        tiny("qwen3_moe"),
+        None,
+        {"uva": {"cpu_offload_gb": 5e-5}},
+        prompts=PROMPTS,
+        max_tokens=5,
+        options={"device": "emulated", "debug": True},
+    )
+    corrupted = with_one_weight_changed(tiny("qwen3_moe"), tmp_path / "corrupted")
+    side = contest.candidate
+    contest = replace(contest, candidate=replace(side, job=replace(side.job, model=str(corrupted))))
+    evidence = run_contest(contest, repeat=1, deadline_s=300, progress=lambda event: None)
+    outcomes = {v.name: v.outcome for v in judge(evidence)}
+    assert outcomes == {
+        "bytes moved": Outcome.PASS,
+        "device memory": Outcome.PASS,
+        "same answer": Outcome.FAIL,
+        "time per token": Outcome.NOT_JUDGED,
+    }
+
+
+@pytest.mark.parametrize("wrong", [{"repeat": 0}, {"max_slowdown": -1.0}, {"deadline_s": 0}])
+def test_numbers_are_judged_before_the_model_is_looked_for(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        compare("/nonexistent/model.gguf", candidate={"uva": {"cpu_offload_gb": 1}}, prompts=PROMPTS, **wrong)

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from made_results import EQUAL, LAYERS, MIB, evidence, generation, run
+from rich.console import Console
+
+from overspill.compare.answers import AnswerDifference
+from overspill.compare.drawing import layer_rows, step_chart
+from overspill.compare.page import render_page
+from overspill.compare.report import SCHEMA, Report, SideReport, conditions
+from overspill.compare.tables import memory_rows
+from overspill.compare.terminal import render_terminal
+from overspill.compare.verdicts import Evidence, judge
+
+
+def report_of(found: Evidence, *, model: str = "a/model", prompts: tuple[str, ...] = ("Why?",)) -> Report:
+    def side(name: str, runs, apart) -> SideReport:
+        return SideReport(name, {}, {"device": "emulated"}, runs, apart)
+
+    return Report(
+        model=model,
+        architecture="LlamaForCausalLM",
+        prompts=prompts,
+        verdicts=judge(found),
+        baseline=side("baseline", found.baseline, found.baseline_differences) if found.baseline else None,
+        candidate=side("candidate", found.candidate, found.candidate_differences),
+        baseline_missing=found.baseline_missing,
+        notes=("a note",),
+        conditions=conditions(found.candidate[0], repeat=len(found.candidate), max_tokens=3),
+    )
+
+
+def shown(report: Report) -> str:
+    output = StringIO()
+    Console(file=output, width=100, no_color=True).print(render_terminal(report))
+    return output.getvalue()
+
+
+MISSING = evidence(baseline=(), baseline_differences=(), baseline_missing="the baseline does not fit: too large")
+BROKEN = evidence(candidate_differences=((AnswerDifference(1, 2, math.nan, 1),), (EQUAL,)))
+
+
+@pytest.mark.parametrize("found", [evidence(), evidence("prefetch"), MISSING, BROKEN])
+def test_json_and_page_hold_every_verdict_and_its_grounds(found, tmp_path):
+    report = report_of(found).write(tmp_path / "made" / "here")
+    assert [path.name for path in report.files] == ["report.json", "report.html"]
+    written = json.loads(report.files[0].read_text())
+    page = report.files[1].read_text()
+    assert written["schema"] == SCHEMA
+    assert written["failed"] == [v.name for v in report.failed]
+    for verdict, told in zip(report.verdicts, written["verdicts"], strict=True):
+        assert (told["name"], told["outcome"], told["reason"]) == (verdict.name, verdict.outcome, verdict.reason)
+        assert [check["text"] for check in told["checks"]] == [check.text for check in verdict.checks]
+        for check in verdict.checks:
+            assert check.text.replace("'", "&#39;") in page
+    assert len(written["candidate"]["runs"]) == len(found.candidate)
+    assert (written["baseline"] is None) == (not found.baseline)
+
+
+def test_a_number_that_json_has_no_word_for_is_named():
+    told = report_of(BROKEN).as_json()
+    assert told["candidate"]["differences"][0][0]["largest"] == "nan"
+    json.dumps(told, allow_nan=False)
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing():
+    page = render_page(report_of(evidence()))
+    assert not re.search(r"https?:|<script|<link|<img|@import|url\(|\son\w+=", page)
+
+
+def test_what_others_wrote_is_shown_and_not_run():
+    prompt, model = "<script>alert(1)</script>", "<b>model</b>"
+    text = replace(generation(), text="<i>answer</i>")
+    found = evidence(candidate=(run("zero_copy", generations=(text,)),) * 2)
+    page = render_page(report_of(found, model=model, prompts=(prompt,)))
+    for hostile in (prompt, model, "<i>answer</i>"):
+        assert hostile not in page
+        assert hostile.replace("<", "&lt;").replace(">", "&gt;") in page
+
+
+def test_tokens_that_differ_are_marked():
+    other = run("zero_copy", generations=(generation(ids=(11, 99, 13)),))
+    apart = ((AnswerDifference(1, 2, 0.5, 1),),) * 2
+    page = render_page(report_of(evidence(candidate=(other,) * 2, candidate_differences=apart)))
+    assert "<mark>99</mark>" in page
+    assert "<mark>12</mark>" in page
+    assert "<mark>13</mark>" not in page
+    assert "token 2 differs" in page
+
+
+def test_every_layer_has_a_bar_of_its_bytes():
+    rows = layer_rows(run("zero_copy").weights)
+    assert [row.label for row in rows] == ["embed_tokens", *(f"layer {i}" for i in range(LAYERS))]
+    assert [[part.access for part in row.segments] for row in rows] == [["resident"]] * 3 + [["zero_copy"]] * 2
+    assert [row.segments[0].percent for row in rows] == [100.0] * 5
+    assert [row.cut for row in rows] == [True, False, False, False, False]  # the embedding is twice a layer
+    assert sum(row.bytes for row in rows) == 60 * MIB
+
+
+def test_the_chart_draws_every_decode_step_within_its_frame():
+    chart = step_chart(report_of(evidence()))
+    assert chart is not None
+    assert [line.side for line in chart.lines] == ["baseline", "candidate"]
+    for line in chart.lines:
+        points = [tuple(map(float, point.split(","))) for point in line.points.split()]
+        assert len(points) == line.steps == 2
+        assert all(chart.left <= x <= chart.right and chart.top <= y <= chart.bottom for x, y in points)
+        assert points[0][1] > points[1][1]  # the second step is the slower one: higher up
+    assert chart.floor is not None
+    short = evidence(candidate=(run("zero_copy", generations=(generation(ids=(4,)),)),), baseline=())
+    assert step_chart(report_of(replace(short, baseline_missing="no"))) is None
+
+
+def test_memory_is_told_as_forecast_asked_allocated_and_measured():
+    rows = {row.purpose: row for row in memory_rows([run("prefetch")])}
+    assert list(rows) == ["weights", "buffer pool", "KV cache", "working memory", "device, in all", "host"]
+    assert (rows["weights"].asked, rows["weights"].measured) == (40 * MIB, 40 * MIB)
+    assert (rows["working memory"].forecast, rows["working memory"].measured) == (2 * MIB, 2 * MIB)
+    assert rows["device, in all"].error == pytest.approx(0.0)
+    assert rows["host"].measured is None
+    assert "buffer pool" not in {row.purpose for row in memory_rows([run("zero_copy")])}
+
+
+@pytest.mark.parametrize("found", [evidence(), MISSING])
+def test_the_terminal_tells_the_ledger_the_figures_and_the_verdicts(found):
+    text = shown(report_of(found))
+    assert re.search(r"host, zero-copy\s+2\s+20\.00 MiB", text)
+    assert re.search(r"decode step\s+\S+( ms)?\s+21\.5 ms", text)
+    for verdict in report_of(found).verdicts:
+        assert re.search(rf"{verdict.outcome}\s+{verdict.name}", text)
+    assert "note: a note" in text

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overspill.compare.sides import Contest, make_contest
+from overspill.config import resolve
+from overspill.errors import CapacityError, CheckpointError, ConfigError
+
+NOWHERE = "/nonexistent/model.gguf"
+UVA = {"uva": {"cpu_offload_gb": 3e-5}}
+PROMPTS = ([5, 17, 99], [3, 64, 21, 120])
+
+
+def contest(model: str | Path, baseline: Any = None, candidate: Any = UVA, **changes: Any) -> Contest:
+    given = {"prompts": PROMPTS, "max_tokens": 6, "options": {"device": "emulated"}} | changes
+    return make_contest(model, baseline, candidate, **given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"candidate": None}, "offloads nothing"),
+        ({"prompts": ()}, "no prompt"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"options": {"device": "cpu"}}, "own memory"),
+        ({"options": {"device": "emulated", "cpu_offload_gb": 1.0}}, "flag --cpu-offload-gb"),
+        ({"baseline": {"uva": {"cpu_offload": 1}}}, "unknown key"),
+    ],
+)
+def test_settings_are_judged_before_the_model_is_looked_for(changes, told):
+    with pytest.raises(ConfigError, match=told):
+        contest(NOWHERE, **changes)
+
+
+def test_then_the_model_is_looked_for():
+    with pytest.raises(CheckpointError, match="does not exist"):
+        contest(NOWHERE)
+
+
+def test_memory_is_planned_for_just_what_is_asked(tiny):
+    made = contest(tiny("llama"))
+    assert made.baseline is not None
+    assert made.candidate.plan.context_tokens == made.baseline.plan.context_tokens == 4 + 6
+    assert made.notes == ()
+    longer = contest(tiny("llama"), options={"device": "emulated", "max_model_len": 40})
+    assert longer.candidate.plan.context_tokens == 40
+    with pytest.raises(ConfigError, match="max_model_len is 9, but the longest prompt and its answer take 10"):
+        contest(tiny("llama"), options={"device": "emulated", "max_model_len": 9})
+
+
+def test_flags_are_the_candidates_and_engine_settings_both_sides(tiny):
+    options = {"device": "emulated", "link_bandwidth": "1GB/s", "offload_group_size": 2}
+    made = contest(tiny("llama"), candidate=None, options=options)
+    assert made.baseline is not None
+    assert (made.baseline.plan.backend, made.candidate.plan.backend) == (None, "prefetch")
+    assert made.baseline.job.document == {}
+    for side in (made.baseline, made.candidate):
+        settings = resolve(side.job.document, None, side.job.engine)
+        assert settings.engine.link_bandwidth == 1e9
+        assert settings.engine.max_model_len == 10
+        assert settings.offload.resolved_backend == side.plan.backend
+
+
+def test_a_baseline_that_does_not_fit_the_emulated_device_gets_just_what_it_needs(tiny):
+    asked = 400_000
+    made = contest(
+        tiny("llama"),
+        candidate={"uva": {"cpu_offload_gb": 3e-4}},
+        options={"device": "emulated", "device_memory_bytes": asked},
+    )
+    assert made.baseline is not None
+    assert made.candidate.plan.memory.available_device_bytes == asked
+    enlarged = made.baseline.plan.memory
+    assert enlarged.device_bytes <= enlarged.available_device_bytes < enlarged.device_bytes + (20 << 20)
+    assert len(made.notes) == 1
+    assert "the baseline does not fit" in made.notes[0]
+
+
+def test_a_candidate_that_does_not_fit_is_refused(tiny):
+    with pytest.raises(CapacityError):
+        contest(tiny("llama"), options={"device": "emulated", "device_memory_bytes": 100_000})
+
+
+def test_a_text_needs_a_tokenizer(tiny):
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        contest(tiny("llama"), prompts=("hello",))

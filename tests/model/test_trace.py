@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from emulated_runs import emulated, mapped, settings_for
+from overspill.model import hf
+from overspill.model.stacks import find_stacks
+from overspill.model.trace import Trace, trace
+from overspill.offload.placed import place
+from overspill.plan import make_plan
+from tiny_models import ARCHITECTURES, TINY, MakeTiny
+
+SPARSE = {"qwen3_moe", "deepseek_v2", "gpt_oss", "qwen3_next", "nemotron_h", "mixtral", "mixtral_fused"}
+
+
+@pytest.mark.parametrize(("tokens", "sequences"), [(20, 2), (5, 1)])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_memory_is_forecast_as_a_real_pass_takes_it(
+    name: str, tokens: int, sequences: int, tiny: MakeTiny
+) -> None:
+    """The cache to the byte; working memory too, but for experts, whose share depends on what is chosen."""
+    model = mapped(tiny(name), tokens=tokens, sequences=sequences)
+    assert model.trace.failure is None
+    device = emulated()
+    plan = make_plan(model, settings_for(None, max_num_seqs=sequences), device, context_tokens=tokens)
+    placed = place(plan, device)
+    ids = device.to_device(torch.randint(3, 128, (sequences, tokens)))
+    device.reset_peak()
+    with placed.running():
+        output = placed.model(ids, use_cache=True, logits_to_keep=1)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in hf.tensors_in(hf.cache_of(output))}
+    cache_bytes = sum(storage.nbytes() for storage in storages.values())
+    assert model.trace.kv_cache_bytes == cache_bytes > 0
+    working_bytes = device.account.peak["working"] - cache_bytes
+    if name in SPARSE:
+        assert 0.5 * working_bytes <= model.trace.working_bytes <= 1.05 * working_bytes
+    else:
+        assert model.trace.working_bytes == pytest.approx(working_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_layers_run_once_each_in_turn_and_keep_their_weights_to_themselves(name: str) -> None:
+    skeleton = hf.build_skeleton(TINY[name].config(), torch.float32)
+    (stack,) = find_stacks(skeleton)
+    traced = trace(skeleton, (stack,), tokens=3)
+    assert traced.layer_order == tuple((stack.path, number) for number in range(stack.layers))
+    assert traced.outside_reads == frozenset()
+    experts = {path for path, module in skeleton.named_modules() if path.endswith(".experts")}
+    assert traced.experts_top_k == dict.fromkeys(experts, 2)
+    assert bool(experts) == (name in SPARSE)
+
+
+def test_a_trace_leaves_the_model_as_it_was() -> None:
+    skeleton = hf.build_skeleton(TINY["gemma3"].config(), torch.float32)
+    hf.rebuild_buffers(skeleton)
+    before = {n: (t, t.device) for n, t in (*skeleton.named_parameters(), *skeleton.named_buffers())}
+    values = {n: t.clone() for n, t in skeleton.named_buffers()}
+    trace(skeleton, find_stacks(skeleton), tokens=3)
+    after = dict((*skeleton.named_parameters(), *skeleton.named_buffers()))
+    assert all(after[name] is tensor and after[name].device == device for name, (tensor, device) in before.items())
+    assert all(torch.equal(after[name], value) for name, value in values.items())
+    for module in skeleton.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_the_cache_grows_with_tokens_and_sequences_and_working_memory_with_tokens() -> None:
+    skeleton = hf.build_skeleton(TINY["llama"].config(), torch.float32)
+    stacks = find_stacks(skeleton)
+    short, long, two = (
+        trace(skeleton, stacks, tokens=t, sequences=s) for t, s in ((100, 1), (200, 1), (100, 2))
+    )
+    assert long.kv_cache_bytes == two.kv_cache_bytes == 2 * short.kv_cache_bytes
+    assert short.kv_cache_bytes == 6 * 2 * 100 * 8 * 4  # layers, keys and values, tokens, head, float32
+    assert long.working_bytes == pytest.approx(2 * short.working_bytes, rel=0.02)
+
+
+class Parent(nn.Module):
+    """A model that does what its maker tells it with its two layers."""
+
+    def __init__(self, forward: Any) -> None:
+        super().__init__()
+        self.config = PretrainedConfig()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, device="meta") for _ in range(2))
+        self.requires_grad_(False)
+        self._forward = forward
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> SimpleNamespace:
+        hidden = torch.ones(*input_ids.shape, 4)
+        return SimpleNamespace(logits=self._forward(hidden, *self.layers))
+
+
+def traced(forward: Any) -> Trace:
+    model = Parent(forward)
+    return trace(model, find_stacks(model), tokens=3)
+
+
+def test_what_the_parent_reads_of_a_layer_is_seen() -> None:
+    reads = {
+        "a weight": (lambda x, a, b: b(a(x)) @ a.weight, {"layers.0.weight"}),
+        "through a view": (lambda x, a, b: b(a(x)) @ a.weight.t()[:4], {"layers.0.weight"}),
+        "in place of a call": (lambda x, a, b: nn.functional.linear(a(x), b.weight, b.bias), {"layers.1.weight", "layers.1.bias"}),
+        "nothing": (lambda x, a, b: b(a(x)), set()),
+        "its shape": (lambda x, a, b: b(a(x)) * a.weight.shape[0], set()),
+    }  # fmt: skip
+    for what, (forward, expected) in reads.items():
+        result = traced(forward)
+        assert result.failure is None
+        assert result.outside_reads == expected, what
+
+
+def test_the_order_and_number_of_runs_are_seen() -> None:
+    assert traced(lambda x, a, b: a(b(a(x)))).layer_order == (("layers", 0), ("layers", 1), ("layers", 0))
+    assert traced(lambda x, a, b: b(x)).layer_order == (("layers", 1),)
+
+
+def test_an_architecture_that_looks_at_values_fails_to_trace_and_says_why() -> None:
+    result = traced(lambda x, a, b: b(x) if x.sum().item() > 0 else a(x))
+    assert result.failure is not None
+    assert "meta" in result.failure.lower()
+    assert (result.tokens, result.sequences) == (3, 1)
+    assert (result.kv_cache_bytes, result.working_bytes, result.layer_order) == (0, 0, ())
