@@ -1,4 +1,4 @@
-"""`python -m benchmarks [load|step|cuda]`: all of them without a name."""
+"""`python -m benchmarks [load|step|cuda]`; without a name load and step, and cuda too where there is a GPU."""
 
 from __future__ import annotations
 
@@ -6,21 +6,67 @@ import argparse
 import json
 import os
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
+import torch
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="load|step|cuda", help="which; load and step without a name")
-    parser.add_argument("--quick", action="store_true", help="smaller models and fewer rounds; figures are rough")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write each benchmark's JSON and Markdown there")
+from benchmarks import cuda, load, step
+from benchmarks.report import Report, console
+
+NAMES = ("load", "step", "cuda")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.replace("`", ""))
+    parser.add_argument("names", nargs="*", metavar="load|step|cuda")
+    parser.add_argument("--quick", action="store_true", help="smaller models and fewer rounds; the figures are rough")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write Markdown and JSON there")
     parser.add_argument("--json", action="store_true", help="JSON on stdout instead of tables")
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="where random checkpoints are kept")
-    parser.add_argument("--gguf", type=Path, metavar="FILE", help="the demo model, where examples/ is not to fetch it")
-    arguments = parser.parse_args()
-    return 0
+    parser.add_argument(
+        "--cache", type=Path, default=Path("~/.cache/overspill"), metavar="DIR", help="where models are kept"
+    )
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="the demo model, if it is not to be fetched")
+    given = parser.parse_args(arguments)
+    if unknown := set(given.names) - set(NAMES):
+        parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(NAMES)}")
+    size = "quick" if given.quick else "full"
+    status = 0
+    for name in given.names or NAMES[: 3 if torch.cuda.is_available() else 2]:
+        if name == "cuda":
+            output = ["--output", str(given.output)] if given.output else []
+            emulated = [] if torch.cuda.is_available() else ["--device", "emulated"]
+            status |= cuda.main([*output, *emulated, *(["--quick"] if given.quick else [])])
+        elif name == "load":
+            show(measure_load(size, given.cache.expanduser(), given.gguf), given)
+        else:
+            show(step.measure(step.SCALES[size], tell), given)
+    return status
+
+
+def measure_load(size: str, cache: Path, gguf: Path | None) -> Report:
+    if gguf is None:
+        from examples.demo_model import demo_model_path
+
+        gguf = demo_model_path(cache)
+    return load.measure(load.cases(cache / "benchmarks", gguf, size), 1 if size == "quick" else 5, tell)
+
+
+def show(report: Report, given: argparse.Namespace) -> None:
+    if given.json:
+        print(json.dumps(report.as_json()))
+    else:
+        console().print(report.render())
+    if given.output is not None:
+        for path in report.write(given.output, f"{report.name}-{datetime.now(UTC):%Y-%m-%d}"):
+            tell(f"written: {path}")
+
+
+def tell(text: str) -> None:
+    """Progress goes to stderr, results to stdout."""
+    console(stderr=True).print(text, style="dim", highlight=False)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-from benchmarks.limits import read_seconds
-
-_MIB = 1 << 20
 
 
 def overspill(job: dict[str, Any]) -> dict[str, Any]:
@@ -101,10 +98,6 @@ def accelerate(job: dict[str, Any]) -> dict[str, Any]:
     return _measured(load)
 
 
-def raw(job: dict[str, Any]) -> dict[str, Any]:
-    return {"weights_s": read_seconds([Path(file) for file in job["files"]])}
-
-
 def _measured(load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """`load`'s times and memory; `resident_s` is when every page of every weight has been seen."""
     gc.collect()
@@ -139,8 +132,8 @@ def _import_architecture(job: dict[str, Any]) -> None:
     """What transformers imports when it first meets the architecture is no part of loading."""
     path = Path(job["path"])
     if path.is_file():
-        import transformers.integrations.gguf
-        import transformers.modeling_gguf_pytorch_utils
+        import_module("transformers.integrations.gguf")
+        import_module("transformers.modeling_gguf_pytorch_utils")
         from transformers import LlamaConfig
 
         config: Any = LlamaConfig(vocab_size=8)
@@ -156,14 +149,12 @@ WAYS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "overspill": overspill,
     "transformers": transformers,
     "accelerate": accelerate,
-    "raw": raw,
 }
 
 
 def main() -> None:
     job = json.load(sys.stdin)
-    if job["way"] != "raw":
-        _import_architecture(job)
+    _import_architecture(job)
     print(json.dumps(WAYS[job["way"]](job)))
 
 

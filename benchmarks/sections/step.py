@@ -41,6 +41,7 @@ REACH = 1.10
 _TOKENS = {"full": (1, 2048), "quick": (1, 32), "toy": (1,)}
 _ROUNDS = {"full": 5, "quick": 3, "toy": 1}
 _PASSES = 3
+_MOST_S = 12.0
 Forward = Callable[[], None]
 
 
@@ -61,19 +62,8 @@ def measure(run: Run) -> None:
             continue
         placed = _place(run, config, weights, document)
         for tokens in _TOKENS[run.size]:
-            baseline, measured = _by_turns(run, resident, placed, tokens)
-            floor = _floor(placed, way, layers)
-            floors = [floor(seconds) for seconds in baseline]
-            row: dict[str, Any] = {
-                "offloaded_bytes": placed.plan.offloaded_bytes,
-                "moved_bytes": _moved(placed),
-                "link_ms": link.seconds(_moved(placed), 0) * 1e3,
-                "floor_ms": statistics.median(floors) * 1e3,
-                "over_floor_ratio": _paired(measured, floors),
-            }
-            if placed.plan.ring is not None:
-                ring = _ring_floor(placed, layers)
-                row["over_ring_floor_ratio"] = _paired(measured, [ring(seconds) for seconds in baseline])
+            baseline, measured = _by_turns(run, resident, placed.device, tokens, _forward(placed, tokens))
+            row = _against_floors(placed, layers, baseline, measured)
             run.row(way=way, tokens=tokens, **row, **_times(baseline, measured))
             bar = Bar(f"{way}, {tokens} tokens: step over floor", row["over_floor_ratio"], REACH)
             run.report.bars.append(bar)
@@ -111,16 +101,37 @@ def _place(run: Run, config: Any, weights: models.Weights, document: Mapping[str
     return models.place_live(config, weights, document, run.make_device(), tokens=max(_TOKENS[run.size]))
 
 
-def _moved(placed: PlacedModel) -> int:
-    return round(placed.plan.step.link_bytes)
+def _against_floors(placed: PlacedModel, layers: int, baseline: list[float], measured: list[float]) -> dict[str, Any]:
+    ring, link = placed.plan.ring, placed.device.link
+    assert link is not None
+    moved = round(placed.plan.step.link_bytes)
+    link_s = link.seconds(moved, 0)
+    floors = [max(computing, link_s) if ring is not None else computing + link_s for computing in baseline]
+    row: dict[str, Any] = {
+        "offloaded_bytes": placed.plan.offloaded_bytes,
+        "moved_bytes": moved,
+        "link_ms": link_s * 1e3,
+        "floor_ms": statistics.median(floors) * 1e3,
+        "over_floor_ratio": _paired(measured, floors),
+    }
+    if ring is not None:
+        group = layers // len(ring.layers)
+        allowed = [ring_seconds(layers, group, ring.step, computing, link_s) for computing in baseline]
+        row["over_ring_floor_ratio"] = _paired(measured, allowed)
+    return row
 
 
-def _by_turns(run: Run, resident: PlacedModel, placed: PlacedModel, tokens: int) -> tuple[list[float], list[float]]:
-    """Seconds a step of either, round by round."""
-    baseline, measured = [], []
-    for _ in range(_ROUNDS[run.size]):
-        baseline.append(_seconds(resident.device, _forward(resident, tokens)))
-        measured.append(_seconds(placed.device, _forward(placed, tokens)))
+def _by_turns(
+    run: Run, resident: PlacedModel, device: Device, tokens: int, forward: Forward
+) -> tuple[list[float], list[float]]:
+    """Seconds a step of the resident model and of `forward`, round by round; fewer rounds where they take long."""
+    begun = time.monotonic()
+    baseline: list[float] = []
+    measured: list[float] = []
+    resident_forward = _forward(resident, tokens)
+    while not measured or (len(measured) < _ROUNDS[run.size] and time.monotonic() - begun < _MOST_S):
+        baseline.append(_seconds(resident.device, resident_forward))
+        measured.append(_seconds(device, forward))
     return baseline, measured
 
 
@@ -156,24 +167,6 @@ def _wait(device: Device) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def _floor(placed: PlacedModel, way: str, layers: int) -> Callable[[float], float]:
-    link = placed.device.link
-    assert link is not None
-    link_s = link.seconds(_moved(placed), 0)
-    if placed.plan.ring is not None:
-        return lambda computing_s: max(computing_s, link_s)
-    return lambda computing_s: computing_s + link_s
-
-
-def _ring_floor(placed: PlacedModel, layers: int) -> Callable[[float], float]:
-    ring, link = placed.plan.ring, placed.device.link
-    assert ring is not None
-    assert link is not None
-    group = layers // len(ring.layers)
-    link_s = link.seconds(ring.pass_bytes, 0)
-    return lambda computing_s: ring_seconds(layers, group, ring.step, computing_s, link_s)
-
-
 def _times(baseline: list[float], measured: list[float]) -> dict[str, Any]:
     return {
         "computing_ms": statistics.median(baseline) * 1e3,
@@ -196,7 +189,8 @@ def _accelerate(run: Run, config: Any, weights: models.Weights, resident: Placed
         def quarter(model: nn.Module) -> nn.Module:
             layers = {f"model.layers.{n}": "cpu" if n % 4 == 3 else place for n in range(config.num_hidden_layers)}
             others = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), place)
-            return dispatch_model(model, {**layers, **others}, main_device=place)
+            dispatched: nn.Module = dispatch_model(model, {**layers, **others}, main_device=place)
+            return dispatched
 
         peers: dict[str, Callable[[nn.Module], nn.Module]] = {"all layers": lambda model: cpu_offload(model, place)}
         if run.on_gpu:  # on the CPU there is nothing to dispatch between
@@ -212,10 +206,7 @@ def _accelerate(run: Run, config: Any, weights: models.Weights, resident: Placed
                     with torch.no_grad():
                         model(ids, use_cache=False, logits_to_keep=1)
 
-                baseline, measured = [], []
-                for _ in range(_ROUNDS[run.size]):
-                    baseline.append(_seconds(resident.device, _forward(resident, tokens)))
-                    measured.append(_seconds(resident.device, forward))
+                baseline, measured = _by_turns(run, resident, resident.device, tokens, forward)
                 label = "" if run.on_gpu else " (no link: the CPU executes)"
                 run.row(way=f"accelerate, {name}{label}", tokens=tokens, **_times(baseline, measured))
             del model, forward

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
 from overspill.checkpoint import Checkpoint, open_checkpoint
 from overspill.config import OffloadConfig, Settings, resolve
 from overspill.config.settings import FLAGS
 from overspill.engine import Engine
+from overspill.engine.tokens import tokenizer_of
 from overspill.errors import ConfigError
 from overspill.machine.device import Device
 from overspill.machine.select import select_device
-from overspill.model import hf
-from overspill.model.gguf import generation_config_from_gguf, tokenizer_from_gguf
+from overspill.model.gguf import generation_config_from_gguf
+from overspill.model.hf import load_generation_config
 from overspill.model.map import context_tokens, map_live, map_model, read_config, resolve_dtype
 from overspill.offload.placed import PlacedModel, place
 from overspill.plan import Plan, make_plan, refuse_device
@@ -34,6 +37,17 @@ class Prepared:
     device: Device
     checkpoint: Checkpoint
     settings: Settings
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """What came with the weights, or None."""
+        return tokenizer_of(self.checkpoint, trust_remote_code=self.settings.engine.trust_remote_code)
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        if self.checkpoint.format == "gguf":
+            return generation_config_from_gguf(self.checkpoint)
+        return load_generation_config(self.checkpoint.folder, self.plan.model.config)
 
 
 def prepare(model: str | Path, settings: Settings, device: Device | None = None) -> Prepared:
@@ -59,12 +73,7 @@ def start(prepared: Prepared, progress: Callable[[int], None] | None = None) -> 
     """Carry a plan out: load, prove, and give the engine. `progress` hears the bytes read as they arrive."""
     debug = prepared.settings.engine.debug
     placed = place(prepared.plan, prepared.device, progress=progress, debug=debug)
-    checkpoint = prepared.checkpoint
-    if checkpoint.format == "gguf":
-        return Engine(placed, tokenizer_from_gguf(checkpoint), generation_config_from_gguf(checkpoint))
-    trust = prepared.settings.engine.trust_remote_code
-    tokenizer = hf.load_tokenizer(checkpoint.folder, trust_remote_code=trust)
-    return Engine(placed, tokenizer, hf.load_generation_config(checkpoint.folder, prepared.plan.model.config))
+    return Engine(placed, prepared.tokenizer, prepared.generation_config)
 
 
 def settings_of(offload_config: OffloadDocument, options: Mapping[str, Any]) -> Settings:

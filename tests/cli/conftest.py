@@ -4,30 +4,15 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 import pytest
+from command_line import Cli, Result
 
 from overspill.cli import main
 from talking_model import save_talking_model
-
-
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def error(self) -> str:
-        """From "error:" on; what stands before are notes and warnings."""
-        return self.err[self.err.index("error: ") :]
-
-
-Cli = Callable[..., Result]
 
 
 @pytest.fixture
@@ -40,9 +25,10 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     def run(*arguments: object, stdin: str | TextIO = "") -> Result:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin) if isinstance(stdin, str) else stdin)
         capsys.readouterr()
-        with warnings.catch_warnings(), pytest.raises(SystemExit) as end:
+        with warnings.catch_warnings():
             warnings.simplefilter("default")
-            main([str(argument) for argument in arguments])
+            with pytest.raises(SystemExit) as end:
+                main([str(argument) for argument in arguments])
         out, err = capsys.readouterr()
         assert isinstance(end.value.code, int)
         return Result(end.value.code, out, err)

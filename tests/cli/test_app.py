@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Cli
 
-from conftest import Cli
 from overspill.cli.options import SHARED
 from overspill.offload import placed
 
@@ -49,12 +49,15 @@ REFUSED_UNSEEN: list[tuple[list[str], str]] = [
     (["--offload-group-size", "two"], "--offload-group-size"),
     (["another"], "unexpected extra argument"),
 ]
-RUN_REFUSED_UNSEEN: list[tuple[list[str], str]] = [
-    (["--prompt", "x", "--max-tokens", "0"], "max_tokens is 0"),
-    (["--prompt", "x", "--temperature", "-1"], "temperature is -1.0"),
-    (["--prompt", "x", "--top-p", "0.9"], "temperature 0 always takes the likeliest token"),
-    (["--prompt", ""], "the prompt is empty"),
-    (["--prompt", "x", "--cpu-offload-gb", "3Gb"], '"cpu_offload_gb" is "3Gb"'),
+OWN_REFUSED_UNSEEN: list[tuple[str, list[str], str]] = [
+    ("run", ["--prompt", "x", "--max-tokens", "0"], "max_tokens is 0"),
+    ("run", ["--prompt", "x", "--temperature", "-1"], "temperature is -1.0"),
+    ("run", ["--prompt", "x", "--top-p", "0.9"], "temperature 0 always takes the likeliest token"),
+    ("run", ["--prompt", ""], "the prompt is empty"),
+    ("run", ["--prompt", "x", "--cpu-offload-gb", "3Gb"], '"cpu_offload_gb" is "3Gb"'),
+    ("compare", ["--candidate", "{"], "malformed JSON"),
+    ("compare", ["--baseline", '{"uvx": 1}'], 'unknown key "uvx"'),
+    ("compare", ["--candidate", "{}", "--offload-config", "{}"], "--candidate and --offload-config"),
 ]
 # What needs to know the device.
 REFUSED: list[tuple[list[str], str]] = [
@@ -89,7 +92,7 @@ def assert_refused(code: int, err: str, message: str) -> None:
 
 def test_settings_are_refused_before_torch_is_imported() -> None:
     cases = [(["plan", MISSING, *options], message) for options, message in REFUSED_UNSEEN]
-    cases += [(["run", MISSING, *options], message) for options, message in RUN_REFUSED_UNSEEN]
+    cases += [([command, MISSING, *options], message) for command, options, message in OWN_REFUSED_UNSEEN]
     process = subprocess.run(
         [sys.executable, "-c", IN_ONE_PROCESS],
         input=json.dumps([arguments for arguments, _ in cases]),
@@ -154,9 +157,8 @@ def test_help_shows_every_option_in_its_group(command: str, cli: Cli) -> None:
         elif line.startswith("  --"):
             groups[list(groups)[-1]].add(line.split()[0])
     for name, (annotation, _) in SHARED.items():
-        option = annotation.__metadata__[0]
-        given = option.param_decls or (f"--{name.replace('_', '-')}",)
-        assert given[0] in groups[option.rich_help_panel]
+        option = "--json" if name == "json_output" else f"--{name.replace('_', '-')}"
+        assert option in groups[annotation.__metadata__[0].rich_help_panel]
     assert list(groups)[-2:] == ["Output", "Options"]
     assert len(groups["OffloadConfig"]) == 8
 
@@ -207,12 +209,13 @@ def test_what_nobody_expected_is_told_as_our_defect(cli: Cli) -> None:
 
 
 def test_a_misplaced_weight_ends_with_4(cli: Cli, talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assign = placed._assign
+    take_ledger = placed.take_ledger
 
-    def misplace(model: Any, weight: Any, tensor: Any) -> None:
-        assign(model, weight, tensor.clone() if weight.full == "lm_head.weight" else tensor)
+    def misplaced(model: Any, *arguments: Any, **how: Any) -> Any:
+        model.lm_head.weight.data = model.lm_head.weight.data.clone()
+        return take_ledger(model, *arguments, **how)
 
-    monkeypatch.setattr(placed, "_assign", misplace)
+    monkeypatch.setattr(placed, "take_ledger", misplaced)
     result = cli("run", talking, "--device", "emulated", "--prompt", "x", "--max-tokens", 1)
     assert result.code == 4
     assert "memory is not what the plan says:\n  lm_head.weight: not in the device's weight block\nhint: " in result.err

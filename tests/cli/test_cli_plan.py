@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from command_line import Cli
 
 import overspill
-from conftest import Cli
 from overspill.plan.report import plan_as_json
 
 EMULATED = ("--device", "emulated", "--max-model-len", 64)

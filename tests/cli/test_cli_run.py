@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-from conftest import Cli
+import pytest
+from command_line import Cli
 
 EMULATED = ("--device", "emulated", "--max-model-len", 64)
 SHORT = (*EMULATED, "--max-tokens", 6)
@@ -17,7 +19,7 @@ def test_json_is_the_answer_with_its_proof_and_nothing_else(cli: Cli, talking: P
     answer = json.loads(result.out)
     assert set(answer) == {"text", "finish_reason", "prompt_ids", "token_ids", "steps", "plan", "ledger"}
     assert len(answer["steps"]) == len(answer["token_ids"])
-    assert [set(step) for step in answer["steps"]][0] == {"tokens", "seconds", "link_bytes", "stall_s"}
+    assert set(answer["steps"][0]) == {"tokens", "seconds", "link_bytes", "stall_s"}
     assert answer["steps"][0]["tokens"] == len(answer["prompt_ids"])
     assert answer["steps"][1]["link_bytes"] == answer["plan"]["step"]["link_bytes"] > 0
     hosted = sum(entry["bytes"] for entry in answer["ledger"]["entries"] if entry["tier"] == "host")
@@ -36,6 +38,18 @@ def test_the_answer_is_all_that_stdout_gets(cli: Cli, talking: Path) -> None:
     assert lines[-1].startswith(f"prompt: {len(answer['prompt_ids'])} tokens in ")
     assert "answer: 6 tokens, " in lines[-1]
     assert lines[-1].endswith("over the link per token; emulated: no GPU time")
+
+
+def test_a_terminal_that_does_not_know_a_character_still_gets_the_answer(
+    cli: Cli, talking: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = (talking, *SHORT, "--prompt", "hi", "--temperature", 1.5, "--seed", 1)
+    text = json.loads(cli("run", *options, "--json").out)["text"]
+    assert not text.isascii()
+    ascii_only = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(ascii_only, encoding="ascii"))
+    assert cli("run", *options).code == 0
+    assert ascii_only.getvalue().decode() == text.encode("ascii", "replace").decode() + "\n"
 
 
 def test_the_whole_plan_is_shown_when_asked_for(cli: Cli, talking: Path) -> None:

@@ -184,7 +184,7 @@ def test_out_of_memory_names_what_is_missing_and_leaves_nothing_behind(document:
     resting = device.account.total_bytes
     enough, device.account.budget_bytes = device.account.budget_bytes, resting + 2048
     with pytest.raises(
-        DeviceOutOfMemoryError, match=r"working needs .* of .* are free \(held: weights .*\nhint: "
+        DeviceOutOfMemoryError, match=r"working memory needs .* of .* are free \(held or reserved: weights .*\nhint: "
     ) as told:
         greedy(engine)
     del told

@@ -59,10 +59,10 @@ def test_blocks_are_counted_until_they_are_freed(device: CudaDevice) -> None:
 def test_more_than_the_limit_is_refused(device: CudaDevice) -> None:
     assert device.memory_bytes == LIMIT
     block = device.allocate(LIMIT // 2, "weights")
-    with pytest.raises(DeviceOutOfMemoryError, match="buffer_pool needs"):
+    with pytest.raises(DeviceOutOfMemoryError, match="buffer pool needs"):
         device.allocate(LIMIT // 2 + MIB, "buffer_pool")
     device.reserve("kv_cache", LIMIT // 4)
-    with pytest.raises(DeviceOutOfMemoryError, match="buffer_pool needs"):
+    with pytest.raises(DeviceOutOfMemoryError, match="buffer pool needs"):
         device.allocate(LIMIT // 2 - MIB, "buffer_pool")
     assert device.held_bytes("weights") == block.requested_bytes
 

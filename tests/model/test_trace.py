@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from transformers import PretrainedConfig
 
 from emulated_runs import emulated, mapped, settings_for
@@ -21,9 +24,7 @@ SPARSE = {"qwen3_moe", "deepseek_v2", "gpt_oss", "qwen3_next", "nemotron_h", "mi
 
 @pytest.mark.parametrize(("tokens", "sequences"), [(20, 2), (5, 1)])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_memory_is_forecast_as_a_real_pass_takes_it(
-    name: str, tokens: int, sequences: int, tiny: MakeTiny
-) -> None:
+def test_memory_is_forecast_as_a_real_pass_takes_it(name: str, tokens: int, sequences: int, tiny: MakeTiny) -> None:
     """The cache to the byte; working memory too, but for experts, whose share depends on what is chosen."""
     model = mapped(tiny(name), tokens=tokens, sequences=sequences)
     assert model.trace.failure is None
@@ -73,9 +74,7 @@ def test_a_trace_leaves_the_model_as_it_was() -> None:
 def test_the_cache_grows_with_tokens_and_sequences_and_working_memory_with_tokens() -> None:
     skeleton = hf.build_skeleton(TINY["llama"].config(), torch.float32)
     stacks = find_stacks(skeleton)
-    short, long, two = (
-        trace(skeleton, stacks, tokens=t, sequences=s) for t, s in ((100, 1), (200, 1), (100, 2))
-    )
+    short, long, two = (trace(skeleton, stacks, tokens=t, sequences=s) for t, s in ((100, 1), (200, 1), (100, 2)))
     assert long.kv_cache_bytes == two.kv_cache_bytes == 2 * short.kv_cache_bytes
     assert short.kv_cache_bytes == 6 * 2 * 100 * 8 * 4  # layers, keys and values, tokens, head, float32
     assert long.working_bytes == pytest.approx(2 * short.working_bytes, rel=0.02)
@@ -105,7 +104,7 @@ def test_what_the_parent_reads_of_a_layer_is_seen() -> None:
     reads = {
         "a weight": (lambda x, a, b: b(a(x)) @ a.weight, {"layers.0.weight"}),
         "through a view": (lambda x, a, b: b(a(x)) @ a.weight.t()[:4], {"layers.0.weight"}),
-        "in place of a call": (lambda x, a, b: nn.functional.linear(a(x), b.weight, b.bias), {"layers.1.weight", "layers.1.bias"}),
+        "its call's work": (lambda x, a, b: linear(a(x), b.weight, b.bias), {"layers.1.weight", "layers.1.bias"}),
         "nothing": (lambda x, a, b: b(a(x)), set()),
         "its shape": (lambda x, a, b: b(a(x)) * a.weight.shape[0], set()),
     }  # fmt: skip
@@ -126,3 +125,12 @@ def test_an_architecture_that_looks_at_values_fails_to_trace_and_says_why() -> N
     assert "meta" in result.failure.lower()
     assert (result.tokens, result.sequences) == (3, 1)
     assert (result.kv_cache_bytes, result.working_bytes, result.layer_order) == (0, 0, ())
+
+
+def test_a_traced_model_is_not_kept_alive() -> None:
+    skeleton = hf.build_skeleton(TINY["mixtral"].config(), torch.float32)
+    trace(skeleton, find_stacks(skeleton), tokens=3)
+    alive = weakref.ref(skeleton)
+    del skeleton
+    gc.collect()
+    assert alive() is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,12 +71,12 @@ class Reference:
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def reference(request: pytest.FixtureRequest, tiny: MakeTiny) -> Iterator[Reference]:
+def reference(request: pytest.FixtureRequest, tiny: MakeTiny) -> Reference:
     resident = placed(tiny(request.param))
     logits, moved = passes(resident)
     assert moved == [0] * len(logits)
     assert all(result.isfinite().all() and result.std() > 0.1 for result in logits)
-    yield Reference(request.param, logits, resident.plan.model.nbytes)
+    return Reference(request.param, logits, resident.plan.model.nbytes)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -90,10 +90,13 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> ModelMap:
 )
 def test_every_byte_of_the_model_is_in_one_tier(document: dict[str, Any] | None, zero_copy: bool) -> None:
     model = tiny_llama()
+    plan, refusal = None, ""
     try:
         plan = plan_of(model, document, environ={} if zero_copy else DISABLE_UVA)
     except ConfigError as error:
-        assert re.search(r"nothing (is|would be) saved", str(error))
+        refusal = str(error)
+    if plan is None:
+        assert re.search(r"nothing (is|would be) saved", refusal)
         return
     assert [p.weight for p in plan.placements] == list(model.weights)
     by_tier = {tier: [p.weight for p in plan.on(tier)] for tier in Tier}

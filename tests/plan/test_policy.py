@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,10 +15,11 @@ from emulated_runs import CONTEXT, gib, mapped, settings_for
 from overspill.config import format_bytes
 from overspill.errors import ConfigError
 from overspill.model.map import map_live
+from overspill.model.trace import Trace
 from overspill.model.weights import ModelMap, Role
 from overspill.plan import Access
 from overspill.plan.policy import Choice, choose
-from tiny_models import TINY, MakeTiny
+from tiny_models import MakeTiny
 
 MapTiny = Callable[[str], ModelMap]
 
@@ -288,9 +290,15 @@ def test_without_offload_nothing_moves(tiny_map: MapTiny) -> None:
 
 def test_buffers_stay(tiny_map: MapTiny) -> None:
     """What is no parameter is never offloaded, even with a budget for all."""
-    assert "qwen3_next" in TINY
-    for name in ("llama", "nemotron_h", "deepseek_v2"):
-        model = tiny_map(name)
-        buffers = {weight.full for weight in model if weight.role is Role.BUFFER}
-        assert buffers.isdisjoint(chosen(model, uva(EVERYTHING)).moved)
-    assert CONTEXT == model.trace.tokens
+    model = tiny_map("nemotron_h")
+    buffers = {weight.full for weight in model if weight.role is Role.BUFFER}
+    assert buffers
+    assert buffers.isdisjoint(chosen(model, uva(EVERYTHING)).moved)
+
+
+def test_what_could_not_be_traced_is_warned_of_where_buffers_are_shared(tiny_map: MapTiny) -> None:
+    model = tiny_map("llama")
+    untraced = replace(model, trace=Trace(CONTEXT, 1, failure="RuntimeError: it looks at values"))
+    for choice in (chosen(untraced, prefetch(2)), chosen(untraced, uva(EVERYTHING), zero_copy=False)):
+        assert any("it looks at values" in warning for warning in choice.warnings)
+    assert not chosen(untraced, uva(1)).warnings

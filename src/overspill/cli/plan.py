@@ -17,6 +17,6 @@ def command(model: MODEL, *, shared: Shared) -> None:
 
     plan = prepare(model, settings).plan
     if shared.json_output:
-        print(json.dumps(plan_as_json(plan), indent=2))
+        print(json.dumps(plan_as_json(plan)))
     else:
         out.print(render_plan(plan))

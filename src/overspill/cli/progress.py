@@ -15,14 +15,23 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+_PIPED_WIDTH = 110  # of tables, where no terminal says how wide it is
+
 
 class _Console(Console):
+    """Breaks the lines of tables, and leaves those of sentences to who reads them."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, soft_wrap=True)
+        if not self.is_terminal:
+            self.width = _PIPED_WIDTH
+
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError  # told in app.py, and not by rich's exit code 1, which is a failed verdict's
 
 
-err = _Console(stderr=True, soft_wrap=True)
-out = _Console(width=None if Console().is_terminal else 110, soft_wrap=True)
+err = _Console(stderr=True)
+out = _Console()
 
 
 @contextmanager

@@ -67,12 +67,11 @@ def command(
     params = SamplingParams(MAX_TOKENS if max_tokens is None else max_tokens, temperature, top_p, top_k, shared.seed)
     text = _text(prompt)
     from overspill.api import prepare, start
-    from overspill.engine.tokens import encode, refuse_length, tokenizer_of
+    from overspill.engine.tokens import encode, refuse_length
     from overspill.plan.report import render_plan
 
     prepared = prepare(model, settings)
-    tokenizer = tokenizer_of(prepared.checkpoint, trust_remote_code=settings.engine.trust_remote_code)
-    prompt_ids = encode(tokenizer, text, chat=not raw)
+    prompt_ids = encode(prepared.tokenizer, text, chat=not raw)
     room = prepared.plan.context_tokens - len(prompt_ids)
     if max_tokens is None:
         params = replace(params, max_tokens=max(1, min(MAX_TOKENS, room)))
@@ -89,7 +88,7 @@ def command(
         engine = start(prepared, progress)
     completion = engine.generate(prompt_ids, params, on_text=None if shared.json_output else _write)
     if shared.json_output:
-        print(json.dumps(_as_json(engine, completion), ensure_ascii=False, indent=2))
+        print(json.dumps(_as_json(engine, completion)))
     else:
         print(flush=True)
         err.print(_summary(engine, completion), style="dim", highlight=False)

@@ -65,7 +65,7 @@ def parse_bandwidth(value: str | float, *, field: str = "bandwidth") -> float:
     number, unit = _quantity(value, field, "a bandwidth", hint)
     factor = _BYTE_SPELLINGS.get(unit.removesuffix("/s")) if unit.endswith("/s") else None
     if isinstance(value, str) and factor is None:
-        raise ConfigError(f'"{field}" is {_shown(value)}: "{unit}" is not a unit of bandwidth', hint=hint)
+        raise ConfigError(f'"{field}" is {_shown(value)}: {_not_a_unit(unit)} of bandwidth', hint=hint)
     if not number:
         raise ConfigError(f'"{field}" is {_shown(value)}: a link that moves nothing', hint=hint)
     return float(number * (factor or 1))
@@ -80,7 +80,7 @@ def parse_duration(value: str | float, *, field: str = "duration") -> float:
     number, unit = _quantity(value, field, "a duration", hint)
     factor = _SECOND_UNITS.get(unit)
     if isinstance(value, str) and factor is None:
-        raise ConfigError(f'"{field}" is {_shown(value)}: "{unit}" is not a unit of time', hint=hint)
+        raise ConfigError(f'"{field}" is {_shown(value)}: {_not_a_unit(unit)} of time', hint=hint)
     return float(number * (factor or 1))
 
 
@@ -110,3 +110,7 @@ def _quantity(value: str | float, field: str, kind: str, hint: str) -> tuple[Fra
 
 def _shown(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _not_a_unit(unit: str) -> str:
+    return f'"{unit}" is not a unit' if unit else "it has no unit"

@@ -130,6 +130,7 @@ class EmulatedDevice(Device):
             self._copier.start()
             weakref.finalize(self, _end_copies, self._copies, self._copier)
         transfer = _EmulatedTransfer(target, source, self.traffic)
+        self._timeline.count(source.nbytes)
         self._copies.put(transfer)
         return transfer
 
@@ -164,6 +165,7 @@ class EmulatedDevice(Device):
 
     def cross(self, nbytes: int, begun: float) -> None:
         """Hold the computing thread until the link has carried `nbytes`, the first of them at time `begun`."""
+        self._timeline.count(nbytes)
         self._timeline.occupy(nbytes, begun)
         self.traffic.stall_s += time.perf_counter() - begun
 
@@ -186,7 +188,7 @@ class EmulatedDevice(Device):
 
 
 class _LinkTimeline:
-    """One transfer at a time: each begins when the one before it has ended. It counts what it carries."""
+    """One transfer at a time: each begins when the one before it has ended. It counts what is ordered."""
 
     def __init__(self, link: Link, traffic: LinkTraffic) -> None:
         self._link = link
@@ -194,12 +196,16 @@ class _LinkTimeline:
         self._free_at = 0.0
         self._lock = threading.Lock()
 
+    def count(self, nbytes: int) -> None:
+        """A transfer of `nbytes` was ordered."""
+        with self._lock:
+            self._traffic.bytes += nbytes
+            self._traffic.transfers += 1
+
     def occupy(self, nbytes: int, begun: float) -> None:
         """Return when the link has carried `nbytes`, counted from `begun` or, if later, from when it became free."""
         with self._lock:
             end = self._free_at = max(self._free_at, begun) + self._link.seconds(nbytes)
-            self._traffic.bytes += nbytes
-            self._traffic.transfers += 1
         if (rest := end - time.perf_counter()) > _SLEEP_FLOOR_S:
             time.sleep(rest)
 

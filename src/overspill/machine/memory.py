@@ -71,11 +71,13 @@ class MemoryAccount:
                 raise
 
     def _out_of_memory(self, purpose: str, nbytes: int) -> DeviceOutOfMemoryError:
-        parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in self.held.items() if count)
+        purposes = dict.fromkeys((*self.held, *self.reserved))
+        counted = {name: max(self.held[name], self.reserved.get(name, 0)) for name in purposes}
+        parts = ", ".join(f"{_words(name)} {format_bytes(count)}" for name, count in counted.items() if count)
         return DeviceOutOfMemoryError(
-            f"out of device memory: {purpose} needs {format_bytes(nbytes)} more, "
+            f"out of device memory: {_words(purpose)} needs {format_bytes(nbytes)} more, "
             f"{format_bytes(self.budget_bytes - self.total_bytes)} of "
-            f"{format_bytes(self.budget_bytes)} are free (held: {parts or 'nothing'})",
+            f"{format_bytes(self.budget_bytes)} are free (held or reserved: {parts or 'nothing'})",
             hint="offload more weights (--cpu-offload-gb), or allow fewer or shorter sequences "
             "(--max-num-seqs, --max-model-len)",
         )
@@ -84,6 +86,10 @@ class MemoryAccount:
         with self._lock:
             self.peak = Counter(self.held)
             self.peak_bytes = self.total_bytes
+
+
+def _words(purpose: str) -> str:
+    return {"working": "working memory", "kv_cache": "KV cache", "buffer_pool": "buffer pool"}.get(purpose, purpose)
 
 
 def host_available_bytes() -> int:

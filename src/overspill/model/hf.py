@@ -71,11 +71,13 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote
             hint="overspill runs what AutoModelForCausalLM builds",
         ) from error
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
-    for name, parameter in model.named_parameters():
+    for name, tensor in model.state_dict(keep_vars=True).items():
         for pattern, kept in plan.items():
-            if re.search(rf"(^|\.){pattern}(\.|$)".replace("*", r"\d+"), name) and parameter.dtype != kept:
+            if re.search(rf"(^|\.){pattern}(\.|$)".replace("*", r"\d+"), name) and tensor.dtype != kept:
                 owner, _, attribute = name.rpartition(".")
-                replaced = nn.Parameter(parameter.data.to(kept), requires_grad=False)
+                replaced = tensor.detach().to(kept)
+                if isinstance(tensor, nn.Parameter):
+                    replaced = nn.Parameter(replaced, requires_grad=False)
                 setattr(model.get_submodule(owner), attribute, replaced)
     model.tie_weights()
     skeleton: nn.Module = model.eval().requires_grad_(False)
@@ -175,25 +177,32 @@ def set_experts_implementation(model: Any, name: str) -> None:
 @contextmanager
 def observed_experts(model: nn.Module, see: Callable[[nn.Module, int], None]) -> Iterator[None]:
     """Within this, routed experts are not computed: `see(experts module, experts per token)` is called instead."""
-
-    def observe(experts: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        see(experts, index.shape[-1])
-        widest = max(p.numel() // p.shape[0] // hidden.shape[-1] for p in experts.parameters() if p.dim() > 1)
-        gate_up = hidden.new_empty(hidden.shape[0], widest)  # what one expert's tokens take meanwhile, at the most
-        result = torch.empty_like(hidden)
-        del gate_up
-        return result
-
-    ALL_EXPERTS_FUNCTIONS.register("overspill_observe", observe)
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     chosen = {key: getattr(config, "_experts_implementation", None) for key, config in configs.items()}
+    _observers.append(see)
     try:
         set_experts_implementation(model, "overspill_observe")
         yield
     finally:
+        _observers.remove(see)
         for key, config in configs.items():
             if hasattr(config, "_experts_implementation"):
                 config._experts_implementation = chosen[key]
+
+
+_observers: list[Callable[[nn.Module, int], None]] = []
+
+
+def _observe(experts: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    _observers[-1](experts, index.shape[-1])
+    widest = max(p.numel() // p.shape[0] // hidden.shape[-1] for p in experts.parameters() if p.dim() > 1)
+    gate_up = hidden.new_empty(hidden.shape[0], widest)  # what one expert's tokens take meanwhile, at the most
+    result = torch.empty_like(hidden)
+    del gate_up
+    return result
+
+
+ALL_EXPERTS_FUNCTIONS.register("overspill_observe", _observe)  # for good: the registry would keep a closure's model
 
 
 def cache_of(output: Any) -> Any:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ class Routing:
 
     def touched(self, tokens: int) -> float:
         """The share of the experts that a step over `tokens` tokens is expected to read: 1-(1-k/E)^b."""
-        return 1.0 - (1.0 - self.top_k / self.experts) ** tokens
+        return float(1 - (1 - Fraction(self.top_k, self.experts)) ** tokens)
 
 
 @dataclass(frozen=True)

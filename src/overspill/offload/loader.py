@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from overspill.checkpoint import Extent, verify_unchanged
 from overspill.machine.device import Device
 from overspill.machine.reads import FileReader
 from overspill.model.sources import Conversion, Extents, Live
-from overspill.model.weights import ModelMap, Weight
+from overspill.model.weights import ModelMap, Role, Weight
 
 _BATCH_BYTES = 64 << 20
 
@@ -41,13 +42,15 @@ def fill(
 ) -> int:
     """Fill `targets[weight.full]` for every weight of `model`; returns the bytes read from files.
 
-    Targets may lie in host or device memory. Raises CheckpointError where a file is short, unreadable, or has changed
-    since its header was read.
+    Targets may lie in host or device memory. A live model lets go of each tensor once it is copied, so peak memory is
+    what is placed plus the model's largest weight. Raises CheckpointError where a file is short, unreadable, or has
+    changed since its header was read.
     """
     weights = model.weights
     for weight in weights:
         if isinstance(weight.source, Live):
             device.upload(targets[weight.full], weight.source.release())
+            assign(model.skeleton, weight, torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
     if model.checkpoint is None:
         return 0
     verify_unchanged(model.stamps)
@@ -66,6 +69,18 @@ def fill(
         if waiting is not None:
             _finish(waiting)
         return reader.bytes_read
+
+
+def assign(model: nn.Module, weight: Weight, tensor: torch.Tensor) -> None:
+    """Make `tensor` the parameter (or buffer) under all of the weight's names: one object, as tying wants it."""
+    parameter = nn.Parameter(tensor, requires_grad=False) if weight.role is not Role.BUFFER else None
+    for name in (weight.full, *weight.aliases):
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if parameter is None:
+            module._buffers[attribute] = tensor
+        else:
+            module._parameters[attribute] = parameter
 
 
 def _finish(waiting: tuple[_Job, Future[None]]) -> None:

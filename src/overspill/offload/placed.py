@@ -14,9 +14,8 @@ from torch import nn
 from overspill.machine.arena import Arena, Block, packed_bytes
 from overspill.machine.device import Device
 from overspill.model.hf import rebuild_buffers, set_experts_implementation
-from overspill.model.weights import Role, Weight
 from overspill.offload.ledger import Ledger, take_ledger
-from overspill.offload.loader import Progress, fill
+from overspill.offload.loader import Progress, assign, fill
 from overspill.offload.prefetch import Prefetcher, offsets
 from overspill.plan import Access, Plan, Tier
 
@@ -64,11 +63,11 @@ def place(plan: Plan, device: Device, *, progress: Progress | None = None, debug
         elif placement.access is Access.PREFETCH:
             assert prefetcher is not None
             continue
-        _assign(model, weight, tensor)
+        assign(model, weight, tensor)
     if prefetcher is not None:
         for index, layer in enumerate(prefetcher.ring.layers):
             for weight, offset in zip(layer.weights, offsets(layer), strict=True):
-                _assign(model, weight, prefetcher.view(index, offset, weight.shape, weight.dtype))
+                assign(model, weight, prefetcher.view(index, offset, weight.shape, weight.dtype))
         prefetcher.install(model)
     if device.kind != "cuda":  # the loop over chosen experts reads only those; torch's grouped product reads all
         set_experts_implementation(model, "eager")
@@ -118,18 +117,6 @@ def _lay_out(
             if weight.full not in in_ring:
                 targets[weight.full] = host_arena.take(weight.shape, weight.dtype)
     return blocks, targets, prefetcher
-
-
-def _assign(model: nn.Module, weight: Weight, tensor: torch.Tensor) -> None:
-    """Make `tensor` the parameter (or buffer) under all of the weight's names: one object, as tying wants it."""
-    parameter = nn.Parameter(tensor, requires_grad=False) if weight.role is not Role.BUFFER else None
-    for name in (weight.full, *weight.aliases):
-        owner, _, attribute = name.rpartition(".")
-        module = model.get_submodule(owner)
-        if parameter is None:
-            module._buffers[attribute] = tensor
-        else:
-            module._parameters[attribute] = parameter
 
 
 def _say(plan: Plan, ledger: Ledger) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from overspill.config import OffloadConfig, Settings, format_bytes
 from overspill.errors import ConfigError
 from overspill.machine.arena import packed_bytes, page_bytes
@@ -109,7 +111,7 @@ def _step(placements: tuple[Placement, ...], choice: Choice, tokens: int, device
 def _model_notes(model: ModelMap, settings: Settings, zero_copy: bool) -> list[str]:
     notes = []
     if decoded := conversions(model.weights):
-        operations = sorted({why for _, why in decoded})
+        operations = [f"{count} {why}" for why, count in sorted(Counter(why for _, why in decoded).items())]
         total = sum(weight.nbytes for weight, _ in decoded)
         notes.append(
             f"{len(decoded)} weights ({format_bytes(total)}) are transformed while loading: {'; '.join(operations)}"

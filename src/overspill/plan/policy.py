@@ -73,7 +73,7 @@ def _budget(model: ModelMap, offload: OffloadConfig, order: str, *, zero_copy: b
     notes.append(
         "without zero-copy each layer's weights are copied when the layer runs, into one buffer, with no overlap"
     )
-    return Choice(moved, ring, tuple(notes), tuple(warnings))
+    return Choice(moved, ring, tuple(notes), (*warnings, *_untraced(model)))
 
 
 def _why_budget(weight: Weight, order: str) -> str:
@@ -143,7 +143,17 @@ def _prefetch(model: ModelMap, offload: OffloadConfig) -> Choice:
         )
     reason = f"group rule: layer mod {size} >= {size - num}"
     moved = {w.full: (Access.PREFETCH, reason) for layer in layers for w in layer.weights}
-    return Choice(moved, ring, tuple(notes), tuple(warnings))
+    return Choice(moved, ring, tuple(notes), (*warnings, *_untraced(model)))
+
+
+def _untraced(model: ModelMap) -> list[str]:
+    if model.trace.failure is None:
+        return []
+    return [
+        "the architecture could not be traced, so a weight that is read while its layer does not run would not be "
+        f"noticed, and a buffer shared by layers does not hold it then ({model.trace.failure}); uva with zero-copy "
+        "reads every weight where it is"
+    ]
 
 
 def _refuse_no_saving(ring: Ring, what: str, hint: str) -> None:

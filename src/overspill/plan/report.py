@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -153,8 +154,11 @@ def _grouped(placements: Iterable[Placement]) -> Iterator[tuple[tuple[str, str, 
 
 
 def _ranges(layers: Iterable[int | None]) -> str:
-    """Layer numbers as ranges: "0-3, 7"; weights outside any layer add nothing."""
+    """Layer numbers as ranges: "0-3, 7", "1-29 by 2"; weights outside any layer add nothing."""
     numbers = sorted({n for n in layers if n is not None})
+    steps = {b - a for a, b in pairwise(numbers)}
+    if len(numbers) > 2 and len(steps) == 1 and steps != {1}:
+        return f"{numbers[0]}-{numbers[-1]} by {steps.pop()}"
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:
