@@ -4,8 +4,7 @@ Correctness comes first. Sections run one after the other in processes of their 
 takes no other with it; what has been measured is written after each row. `--device emulated` runs the same on any
 machine, smaller, and labels it so.
 
-Needs torch, transformers and what overspill itself needs; accelerate is compared where it is there. Not installed,
-overspill is found with PYTHONPATH=src.
+Needs what overspill needs, typer apart; accelerate is compared where it is there. Overspill itself is taken from src/.
 """
 
 from __future__ import annotations
@@ -19,11 +18,13 @@ import sys
 import time
 from datetime import UTC, datetime
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # instead of this folder, whose names are common ones
+    root = Path(__file__).resolve().parent.parent
+    sys.path[:1] = [str(root), str(root / "src")]
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 import torch
@@ -32,11 +33,10 @@ from benchmarks.conditions import ROOT, conditions, finish
 from benchmarks.report import SCHEMA, Report, condition_lines, console
 from benchmarks.sections import Clock, Run
 
-SECTIONS = {"correctness": 150, "links": 40, "pinned": 45, "overlap": 25, "step": 200}
-"""Seconds of each, imports not counted."""
+SECTIONS = {"correctness": 150, "links": 40, "pinned": 45, "overlap": 25, "step": 200}  # seconds, imports not counted
 TOTAL_S = 525
-_IMPORTS_S = 30
-"""Longer than any section takes to start and to end."""
+_IMPORTS_S = 30  # longer than any section takes to start and to end
+_NEEDED = ("transformers", "safetensors", "pydantic", "gguf")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,9 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
     size = "toy" if given.toy else "quick" if given.quick else "full"
     if given.section:
         return measure(given.section, given.device, size, given.seconds, given.output)
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        parser.error(f"not installed: {', '.join(missing)}; a folder that holds them may be named in PYTHONPATH")
     if given.device == "cuda" and not torch.cuda.is_available():
-        console(stderr=True).print("torch sees no GPU here; --device emulated runs the same on the CPU, labelled so")
-        return 2
+        parser.error("torch sees no GPU here; --device emulated runs the same on the CPU, labelled so")
     return drive(given.device, size, given.only, given.output)
 
 
@@ -82,7 +83,9 @@ def drive(device: str, size: str, only: list[str], output: Path) -> int:
     stem = f"cuda-{_slug(label)}-{datetime.now(UTC):%Y-%m-%d}"
     sections: list[tuple[Report, str]] = []
     out = console()
-    for section in only:
+    for section in SECTIONS:  # in this order, whatever order was asked for
+        if section not in only:
+            continue
         allowed = min(SECTIONS[section], TOTAL_S - (time.monotonic() - begun) - _IMPORTS_S)
         report, outcome = _section(section, device, size, allowed, output)
         sections.append((report, outcome))

@@ -9,7 +9,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from benchmarks.sections import Run
 from benchmarks.sections.correctness import prefetch
 from overspill.machine.device import Device
 from overspill.offload.placed import PlacedModel
+from overspill.plan import Access
 
 TITLE = "Step time against its floor"
 COLUMNS = (
@@ -38,10 +38,10 @@ COLUMNS = (
     "over_resident_ratio",
 )
 REACH = 1.10
-_TOKENS = {"full": (1, 2048), "quick": (1, 32), "toy": (1,)}
 _ROUNDS = {"full": 5, "quick": 3, "toy": 1}
 _PASSES = 3
-_MOST_S = 12.0
+_MOST_S = 12.0  # for the rounds of one row
+_PEERS_S = 40.0  # kept for accelerate
 Forward = Callable[[], None]
 
 
@@ -57,26 +57,25 @@ def measure(run: Run) -> None:
     link = resident.device.link
     assert link is not None
     run.report.limits["link_gbps"] = link.bandwidth / 1e9
+    run.report.notes += [
+        f"{layers} layers, random weights, {dtype}, no KV cache; floor: uva computing + bytes over link, prefetch the "
+        "larger of the two; the ring floor is what the ring's rule allows with ideal copies",
+        f"computing is the resident model's step in the same round; medians of {_ROUNDS[run.size]} rounds of "
+        f"{_PASSES} steps without a pause",
+    ]
     for way, document in _ways(nbytes).items():
-        if run.short_of_time(way, 5 + nbytes / 4e8):
+        if run.short_of_time(way, 5 + nbytes / 4e8 + _PEERS_S):
             continue
         placed = _place(run, config, weights, document)
-        for tokens in _TOKENS[run.size]:
+        for tokens in _tokens(run):
             baseline, measured = _by_turns(run, resident, placed.device, tokens, _forward(placed, tokens))
-            row = _against_floors(placed, layers, baseline, measured)
+            row = _against_floors(placed, layers, tokens, baseline, measured)
             run.row(way=way, tokens=tokens, **row, **_times(baseline, measured))
             bar = Bar(f"{way}, {tokens} tokens: step over floor", row["over_floor_ratio"], REACH)
             run.report.bars.append(bar)
         del placed
         gc.collect()
     _accelerate(run, config, weights, resident)
-    run.report.notes += [
-        f"{layers} layers, random weights, {dtype}, no KV cache; floor: uva computing + bytes over link, prefetch the "
-        "larger of the two; the ring floor is what the ring's rule allows with ideal copies",
-        f"computing is the resident model's step in the same round; medians of {_ROUNDS[run.size]} rounds of "
-        f"{_PASSES} steps without a pause",
-        "accelerate copies from pageable memory within each module's hook; the same layers as prefetch, 1 of 4",
-    ]
 
 
 def _model(run: Run) -> tuple[Any, torch.dtype]:
@@ -88,23 +87,41 @@ def _model(run: Run) -> tuple[Any, torch.dtype]:
     return small, torch.bfloat16 if run.on_gpu else torch.float32
 
 
+def _tokens(run: Run) -> tuple[int, ...]:
+    """A decoded token, and a prompt whose computing takes about as long as the link does."""
+    if run.size == "toy":
+        return (1,)
+    return (1, 2048) if run.on_gpu and run.size == "full" else (1, 32)
+
+
 def _ways(nbytes: int) -> dict[str, dict[str, Any]]:
-    ways: dict[str, dict[str, Any]] = {
-        f"uva, {share:.1%}": {"uva": {"cpu_offload_gb": share * nbytes / (1 << 30)}} for share in (0.125, 0.25, 0.5)
+    """What says most comes first, should time run short."""
+
+    def uva(share: float) -> dict[str, Any]:
+        return {"uva": {"cpu_offload_gb": share * nbytes / (1 << 30)}}
+
+    return {
+        "uva, 25%": uva(0.25),
+        "prefetch, 1 of 4, step 1": prefetch(4, 1, 1),
+        "prefetch, 1 of 2, step 2": prefetch(2, 1, 2),
+        "uva, 50%": uva(0.5),
+        "prefetch, 1 of 1, step 2": prefetch(1, 1, 2),
+        "uva, 12.5%": uva(0.125),
+        "prefetch, 1 of 2, step 1": prefetch(2, 1, 1),
     }
-    for group, step in ((4, 1), (2, 1), (2, 2), (1, 2)):
-        ways[f"prefetch, 1 of {group}, step {step}"] = prefetch(group, 1, step)
-    return ways
 
 
 def _place(run: Run, config: Any, weights: models.Weights, document: Mapping[str, Any] | None) -> PlacedModel:
-    return models.place_live(config, weights, document, run.make_device(), tokens=max(_TOKENS[run.size]))
+    return models.place_live(config, weights, document, run.make_device(), tokens=max(_tokens(run)))
 
 
-def _against_floors(placed: PlacedModel, layers: int, baseline: list[float], measured: list[float]) -> dict[str, Any]:
+def _against_floors(
+    placed: PlacedModel, layers: int, tokens: int, baseline: list[float], measured: list[float]
+) -> dict[str, Any]:
     ring, link = placed.plan.ring, placed.device.link
     assert link is not None
-    moved = round(placed.plan.step.link_bytes)
+    read = [p.weight for p in placed.plan.placements if p.access is Access.ZERO_COPY]
+    moved = round(sum(weight.step_bytes(tokens) for weight in read)) + placed.plan.step.prefetch_bytes
     link_s = link.seconds(moved, 0)
     floors = [max(computing, link_s) if ring is not None else computing + link_s for computing in baseline]
     row: dict[str, Any] = {
@@ -181,33 +198,38 @@ def _paired(samples: list[float], limits: list[float]) -> float:
 
 
 def _accelerate(run: Run, config: Any, weights: models.Weights, resident: PlacedModel) -> None:
-    with suppress(ImportError):
+    try:
         from accelerate import cpu_offload, dispatch_model
+    except ImportError:
+        run.report.notes.append("accelerate is not installed here")
+        return
+    place = 0 if run.on_gpu else "cpu"
 
-        place = 0 if run.on_gpu else "cpu"
+    def quarter(model: nn.Module) -> nn.Module:
+        layers = {f"model.layers.{n}": "cpu" if n % 4 == 3 else place for n in range(config.num_hidden_layers)}
+        others = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), place)
+        dispatched: nn.Module = dispatch_model(model, {**layers, **others}, main_device=place)
+        return dispatched
 
-        def quarter(model: nn.Module) -> nn.Module:
-            layers = {f"model.layers.{n}": "cpu" if n % 4 == 3 else place for n in range(config.num_hidden_layers)}
-            others = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), place)
-            dispatched: nn.Module = dispatch_model(model, {**layers, **others}, main_device=place)
-            return dispatched
+    peers: dict[str, Callable[[nn.Module], nn.Module]] = {"all layers": lambda model: cpu_offload(model, place)}
+    if run.on_gpu:  # on the CPU there is nothing to dispatch between
+        peers = {"1 layer of 4": quarter, **peers}
+    for name, offload in peers.items():
+        if run.short_of_time(f"accelerate, {name}", _PEERS_S / len(peers)):
+            continue
+        model = offload(models.assemble(config, weights))
+        for tokens in _tokens(run):
+            ids = (torch.arange(tokens)[None] % 1000).to(resident.device.torch_device)
 
-        peers: dict[str, Callable[[nn.Module], nn.Module]] = {"all layers": lambda model: cpu_offload(model, place)}
-        if run.on_gpu:  # on the CPU there is nothing to dispatch between
-            peers = {"1 layer of 4": quarter, **peers}
-        for name, offload in peers.items():
-            if run.short_of_time(f"accelerate, {name}", 20):
-                continue
-            model = offload(models.assemble(config, weights))
-            for tokens in _TOKENS[run.size]:
-                ids = (torch.arange(tokens)[None] % 1000).to(resident.device.torch_device)
+            def forward(model: nn.Module = model, ids: torch.Tensor = ids) -> None:
+                with torch.no_grad():
+                    model(ids, use_cache=False, logits_to_keep=1)
 
-                def forward(model: nn.Module = model, ids: torch.Tensor = ids) -> None:
-                    with torch.no_grad():
-                        model(ids, use_cache=False, logits_to_keep=1)
-
-                baseline, measured = _by_turns(run, resident, resident.device, tokens, forward)
-                label = "" if run.on_gpu else " (no link: the CPU executes)"
-                run.row(way=f"accelerate, {name}{label}", tokens=tokens, **_times(baseline, measured))
-            del model, forward
-            gc.collect()
+            baseline, measured = _by_turns(run, resident, resident.device, tokens, forward)
+            label = "" if run.on_gpu else " (no link: the CPU executes)"
+            run.row(way=f"accelerate, {name}{label}", tokens=tokens, **_times(baseline, measured))
+        del model, forward
+        gc.collect()
+    run.report.notes.append(
+        "accelerate copies within each module's hook, from pageable memory; 1 of 4 are prefetch's layers"
+    )

@@ -53,7 +53,7 @@ def test_blocks_are_counted_by_purpose_until_their_storage_is_freed() -> None:
 def test_more_than_the_budget_is_refused_and_leaves_the_device_as_it_was() -> None:
     device = make_device(2 * MIB)
     block = device.allocate(MIB, "weights")
-    with pytest.raises(DeviceOutOfMemoryError, match=r"buffer_pool needs 1\.50 MiB"):
+    with pytest.raises(DeviceOutOfMemoryError, match=r"buffer pool needs 1\.50 MiB"):
         device.allocate(3 * MIB // 2, "buffer_pool")
     assert device.held_bytes("buffer_pool") == 0
     assert device.owns(block.data)

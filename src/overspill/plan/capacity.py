@@ -39,13 +39,14 @@ def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: 
     largest = max((p.weight for p in plan.on(Tier.DEVICE)), key=lambda w: w.nbytes, default=None)
     named = f"; the largest weight is {largest.full}, {format_bytes(largest.nbytes)}" if largest is not None else ""
     relief = _SHORTER if with_cache else 'a larger "overspill.device_fit.weight_budget_bytes"'
+    working_bytes = memory.working_bytes or 0 if with_cache else 0  # what is advised leaves room for it
     settled = None
     if not unified:
         settled = next(
             (
                 written
-                for written, offload in _larger_offloads(plan, settings.offload, needed - limit)
-                if _fits(forecast, offload, with_cache, limit)
+                for written, offload in _larger_offloads(plan, settings.offload, needed + working_bytes - limit)
+                if _fits(forecast, offload, with_cache, limit - working_bytes)
             ),
             None,
         )
@@ -54,9 +55,20 @@ def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: 
         f"(weights {format_bytes(memory.weights_bytes)}, buffer pool {format_bytes(memory.buffer_pool_bytes)}, "
         f"KV cache {format_bytes(memory.kv_cache_bytes or 0)} for {plan.sequences} x {plan.context_tokens} tokens"
         f"{named}), the limit is {format_bytes(limit)}",
-        hint=f"offload {format_bytes(needed - limit)} more ({settled}), or allow {relief}"
+        hint=f"offload {format_bytes(needed + working_bytes - limit)} more ({settled}), or allow {relief}"
         if settled is not None
         else f"moving weights alone is not enough here: allow {relief}, or more device memory",
+    )
+
+
+def capacity_warnings(memory: MemoryForecast) -> tuple[str, ...]:
+    """A prompt of the full length is forecast to run out of device memory, though what is exact fits."""
+    if memory.device_bytes <= memory.available_device_bytes:
+        return ()
+    return (
+        f"with the working memory of a prompt of the full length ({format_bytes(memory.working_bytes or 0)}, a "
+        f"forecast) {format_bytes(memory.device_bytes)} are needed, more than the "
+        f"{format_bytes(memory.available_device_bytes)} of the device: a long prompt may run out of memory",
     )
 
 

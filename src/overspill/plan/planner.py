@@ -11,7 +11,7 @@ from overspill.machine.device import Device
 from overspill.machine.memory import host_available_bytes
 from overspill.model.map import conversions
 from overspill.model.weights import ModelMap, Weight
-from overspill.plan.capacity import refuse_capacity
+from overspill.plan.capacity import capacity_warnings, refuse_capacity
 from overspill.plan.placement import Access, MemoryForecast, Placement, Plan, StepForecast, Tier
 from overspill.plan.policy import Choice, choose
 
@@ -39,6 +39,7 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
     choice = choose(model, settings.offload, zero_copy=zero_copy)
     placements = tuple(_place(weight, choice) for weight in model)
     buffers_bytes = _rebuilt_buffer_bytes(model)
+    memory = _memory(model, placements, choice, buffers_bytes, device)
     plan = Plan(
         model=model,
         backend=settings.offload.resolved_backend,
@@ -50,11 +51,11 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
         placements=placements,
         ring=choice.ring,
         pinned=pinned and device.kind == "cuda",
-        memory=_memory(model, placements, choice, buffers_bytes, device),
+        memory=memory,
         step=_step(placements, choice, settings.engine.max_num_seqs, device),
         buffers_bytes=buffers_bytes,
         notes=(*settings.notes, *choice.notes, *_model_notes(model, settings, zero_copy)),
-        warnings=choice.warnings,
+        warnings=(*choice.warnings, *capacity_warnings(memory)),
     )
 
     def forecast(offload: OffloadConfig) -> MemoryForecast:
