@@ -87,7 +87,7 @@ def test_an_operation_runs_out_of_memory_and_the_device_stays_usable() -> None:
     device = make_device(3 * MIB)
     x = device.to_device(torch.ones(MIB // 2))
     with device.execution():
-        with pytest.raises(DeviceOutOfMemoryError, match=r"working needs 2\.00 MiB"):
+        with pytest.raises(DeviceOutOfMemoryError, match=r"working memory needs 2\.00 MiB"):
             x + 1
         assert device.held_bytes("working") == 2 * MIB
         assert float(x[:4].sum()) == 4.0

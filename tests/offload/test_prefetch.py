@@ -13,6 +13,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from emulated_runs import DISABLE_UVA, emulated, settings_for
+from overspill.machine.device import Transfer
+from overspill.machine.emulated import EmulatedDevice
 from overspill.model.map import map_live
 from overspill.model.weights import ModelMap
 from overspill.offload.placed import PlacedModel, place
@@ -184,6 +186,28 @@ def test_a_late_reader_of_a_released_buffer_reads_poison(environ: dict[str, str]
         assert late.isnan().all()
     chain.peeked = 1
     assert not torch.equal(run(placed)[0], expected(Chain(5, peeked=1)))
+
+
+class _Looking(EmulatedDevice):
+    """Notes of each copy whether it goes into memory that was poisoned before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.poisoned: list[bool] = []
+
+    def transfer(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+        self.poisoned.append(bool(target.view(torch.float32).isnan().all()))
+        return super().transfer(target, source)
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_a_buffer_is_poisoned_before_it_is_filled_again(debug: bool) -> None:
+    device = _Looking()
+    plan = make_plan(mapped_chain(Chain(5)), settings_for(prefetch(step=2)), device, context_tokens=3)
+    placed = place(plan, device, debug=debug)
+    for _ in range(2):
+        assert torch.equal(run(placed)[0], expected(Chain(5)))
+    assert device.poisoned == [debug] * (2 + 2 * 5)
 
 
 def test_a_layer_that_runs_twice_a_pass_stays_on_the_device() -> None:
