@@ -102,6 +102,7 @@ TINY: Mapping[str, Tiny] = {
     "qwen3_moe": Tiny("Qwen3MoeConfig", _QWEN3_MOE),
     "mixtral": Tiny("MixtralConfig", _MIXTRAL),
     "mixtral_fused": Tiny("MixtralConfig", _MIXTRAL, fused=True),
+    "mixtral_sharded": Tiny("MixtralConfig", _MIXTRAL, max_shard_size="30KB"),
     "gpt_oss": Tiny(
         "GptOssConfig",
         {

@@ -41,7 +41,7 @@ def from_pretrained(folder: Path, dtype: torch.dtype) -> nn.Module:
 # -- every parameter ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "mixtral_sharded"])
 def test_every_parameter_is_from_pretraineds_bit_for_bit(name: str, tiny: MakeTiny) -> None:
     """Read by extents from the original tensors, per-expert ones too, without transformers touching the data."""
     model = mapped(tiny(name))

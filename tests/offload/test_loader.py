@@ -18,6 +18,7 @@ from overspill.errors import CheckpointError, DeviceOutOfMemoryError
 from overspill.machine.arena import Arena
 from overspill.model.sources import Conversion, decode
 from overspill.model.weights import ModelMap
+from overspill.offload import loader
 from overspill.offload.loader import fill
 from overspill.offload.placed import place
 from overspill.plan import make_plan
@@ -59,26 +60,40 @@ def test_every_weight_is_read_as_it_lies(name: str, tiny: MakeTiny) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "dtype"), [("llama", "bfloat16", torch.bfloat16), ("llama_bf16", "float32", torch.float32)]
+    ("name", "asked", "dtype"),
+    [
+        ("llama", "bfloat16", torch.bfloat16),
+        ("llama_bf16", "float32", torch.float32),
+        ("mixtral_sharded", "bfloat16", torch.bfloat16),
+        ("deepseek_v2", "bfloat16", torch.bfloat16),
+    ],
 )
 @pytest.mark.parametrize("document", [None, EVERYTHING, PREFETCH], ids=["resident", "uva", "prefetch"])
 def test_another_dtype_is_cast_once_while_loading(
     name: str, asked: str, dtype: torch.dtype, document: dict[str, Any] | None, tiny: MakeTiny
 ) -> None:
-    model = mapped(tiny(name), asked)
-    assert all(weight.dtype is dtype for weight in model)
-    assert model.nbytes == sum(tensor.numel() for _, tensor in stored(tiny(name))) * dtype.itemsize
     device = emulated()
-    plan = make_plan(model, settings_for(document), device, context_tokens=CONTEXT)
+    plan = make_plan(mapped(tiny(name), asked), settings_for(document), device, context_tokens=CONTEXT)
     run = place(plan, device, debug=True)
-    for full, tensor in stored(tiny(name)):
+    reference = AutoModelForCausalLM.from_pretrained(tiny(name), dtype=dtype, experts_implementation="eager")
+    for full, expected in reference.named_parameters():
         source = run.hosts.get(full, run.model.get_parameter(full))
-        assert torch.equal(source, tensor.to(dtype))
-    reference = AutoModelForCausalLM.from_pretrained(tiny(name), dtype=dtype)
-    for parameter in reference.parameters():
-        parameter.data = parameter.data.clone()
+        assert source.dtype == expected.dtype
+        assert torch.equal(source, expected)
+        expected.data = expected.data.clone()  # aligned, as ours is
     with torch.no_grad():
         assert torch.equal(forward(run, PROMPT)[0], reference(torch.tensor([PROMPT])).logits)
+
+
+def test_what_is_cast_is_cast_in_batches_of_bounded_size(tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for two weights at a time, every weight arrives all the same."""
+    monkeypatch.setattr(loader, "_BATCH_BYTES", 10_000)
+    model = mapped(tiny("mixtral_sharded"), "bfloat16")
+    targets, read_bytes, heard = loaded(model)
+    reference = AutoModelForCausalLM.from_pretrained(tiny("mixtral_sharded"), dtype=torch.bfloat16)
+    assert all(torch.equal(targets[name], parameter) for name, parameter in reference.named_parameters())
+    assert sum(heard) == 2 * model.nbytes  # the file has float32
+    assert read_bytes >= sum(heard)
 
 
 def test_a_conversion_is_made_once_for_all_its_targets(tiny: MakeTiny) -> None:

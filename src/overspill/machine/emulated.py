@@ -50,7 +50,7 @@ class EmulatedDevice(Device):
         self.link: Link = link
         self.traffic = LinkTraffic()
         self.check = check
-        self._timeline = _LinkTimeline(link, self.traffic)
+        self._timeline = _LinkTimeline(link)
         self._storages: dict[int, tuple[int, str]] = {}  # address -> (bytes, purpose): all of device memory
         self._freed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._scratch = Scratch()
@@ -130,7 +130,7 @@ class EmulatedDevice(Device):
             self._copier.start()
             weakref.finalize(self, _end_copies, self._copies, self._copier)
         transfer = _EmulatedTransfer(target, source, self.traffic)
-        self._timeline.count(source.nbytes)
+        self._count(source.nbytes)
         self._copies.put(transfer)
         return transfer
 
@@ -163,9 +163,14 @@ class EmulatedDevice(Device):
             if copy.untyped_storage().data_ptr() not in kept:
                 self._scratch.give(copy)
 
+    def _count(self, nbytes: int) -> None:
+        """A transfer was ordered; only the computing thread orders any."""
+        self.traffic.bytes += nbytes
+        self.traffic.transfers += 1
+
     def cross(self, nbytes: int, begun: float) -> None:
         """Hold the computing thread until the link has carried `nbytes`, the first of them at time `begun`."""
-        self._timeline.count(nbytes)
+        self._count(nbytes)
         self._timeline.occupy(nbytes, begun)
         self.traffic.stall_s += time.perf_counter() - begun
 
@@ -188,19 +193,12 @@ class EmulatedDevice(Device):
 
 
 class _LinkTimeline:
-    """One transfer at a time: each begins when the one before it has ended. It counts what is ordered."""
+    """One transfer at a time: each begins when the one before it has ended."""
 
-    def __init__(self, link: Link, traffic: LinkTraffic) -> None:
+    def __init__(self, link: Link) -> None:
         self._link = link
-        self._traffic = traffic
         self._free_at = 0.0
         self._lock = threading.Lock()
-
-    def count(self, nbytes: int) -> None:
-        """A transfer of `nbytes` was ordered."""
-        with self._lock:
-            self._traffic.bytes += nbytes
-            self._traffic.transfers += 1
 
     def occupy(self, nbytes: int, begun: float) -> None:
         """Return when the link has carried `nbytes`, counted from `begun` or, if later, from when it became free."""
