@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shlex
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -17,10 +19,15 @@ import torch
 
 _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy")
 ROOT = Path(__file__).resolve().parent.parent
+BUSY_SHARE = 0.10
+
+_begun = (0.0, 0.0, 0.0)
 
 
 def conditions() -> dict[str, Any]:
-    """Versions, hardware, date, command, and the load average before; `finish` adds the one after."""
+    """Versions, hardware, date, command, and the load average before; `finish` adds what there was meanwhile."""
+    global _begun
+    _begun = _counters()
     found = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": _command(),
@@ -43,8 +50,25 @@ def conditions() -> dict[str, Any]:
     return found
 
 
-def finish(found: dict[str, Any]) -> None:
+def finish(found: dict[str, Any]) -> bool:
+    """Add the load average after, and the share of all cores that other processes had since `conditions`.
+
+    True where that share is above BUSY_SHARE.
+    """
+    wall_s, busy_s, own_s = (now - then for now, then in zip(_counters(), _begun, strict=True))
     found["load_after"] = os.getloadavg()[0]
+    share = max(0.0, busy_s - own_s) / max(wall_s * (os.cpu_count() or 1), 1e-9)
+    found["others_share"] = share
+    return share > BUSY_SHARE
+
+
+def _counters() -> tuple[float, float, float]:
+    """Seconds: of the clock, of all cores in use, of those in use by this process and its children that ended."""
+    times = psutil.cpu_times()
+    idle_s = times.idle + getattr(times, "iowait", 0.0)
+    guests_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted twice by the kernel
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return time.monotonic(), sum(times) - idle_s - guests_s, sum(u.ru_utime + u.ru_stime for u in used)
 
 
 def _command() -> str:

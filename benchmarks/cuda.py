@@ -89,7 +89,9 @@ def drive(device: str, size: str, only: list[str], output: Path) -> int:
         allowed = min(SECTIONS[section], TOTAL_S - (time.monotonic() - begun) - _IMPORTS_S)
         report, outcome = _section(section, device, size, allowed, output)
         sections.append((report, outcome))
-        finish(found)
+        busy = finish(found)
+        for measured, _ in sections:
+            measured.busy = busy
         _write(output, stem, label, device, sections, found)
         out.print(report.render())
         out.print(f"{section}: {outcome}\n")

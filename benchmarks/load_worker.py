@@ -103,9 +103,10 @@ def _measured(load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     gc.collect()
     base = _status()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-    begun = time.perf_counter()
+    begun, cpu_begun = time.perf_counter(), time.process_time()
     result = load()
     _touch(result.pop("tensors"))
+    result["cpu_s"] = time.process_time() - cpu_begun
     result["resident_s"] = time.perf_counter() - begun - result["tokenizer_s"]
     peak, now = _status()["VmHWM"], _status()
     del result["keep"]

@@ -20,32 +20,41 @@ from benchmarks.conditions import conditions, finish
 from overspill.config import format_bytes
 
 SCHEMA = 1
+_STYLES = {"reached": "green", "MISSED": "bold red"}
 _UNITS = {"_s": " s", "_ms": " ms", "_gbps": " GB/s", "_bytes": "", "_ratio": ""}
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A number to reach (design.md's table): `value` at most, or at least, `reach`."""
+    """A number to reach (design.md's table): `value` at most, or at least, `reach`.
+
+    `timed`: a ratio of times, which says nothing where other processes had the cores.
+    """
 
     what: str
     value: float
     reach: float
     at_least: bool = False
+    timed: bool = True
 
     @property
     def met(self) -> bool:
         return self.value >= self.reach if self.at_least else self.value <= self.reach
 
+    def verdict(self, *, busy: bool) -> str:
+        return "not judged, the machine was busy" if busy and self.timed else "reached" if self.met else "MISSED"
+
     def __str__(self) -> str:
         sign = "≥" if self.at_least else "≤"
-        return f"{'reached' if self.met else 'MISSED'}: {self.what}: {self.value:.2f} (reach {sign} {self.reach:g})"
+        return f"{self.what}: {self.value:.2f} (reach {sign} {self.reach:g})"
 
 
 @dataclass
 class Report:
     """`rows` hold what the table shows and, under "samples", every single figure behind it.
 
-    A section of a larger report has no `conditions` of its own.
+    A section of a larger report has no `conditions` of its own. `busy`: other processes had so much of the machine
+    that its times are not judged.
     """
 
     name: str
@@ -56,10 +65,11 @@ class Report:
     notes: list[str] = field(default_factory=list)
     limits: dict[str, float] = field(default_factory=dict)
     conditions: dict[str, Any] | None = field(default_factory=conditions)
+    busy: bool = False
 
     def finish(self) -> Report:
-        if self.conditions is not None:
-            finish(self.conditions)
+        assert self.conditions is not None
+        self.busy = finish(self.conditions)
         return self
 
     def as_json(self) -> dict[str, Any]:
@@ -69,7 +79,7 @@ class Report:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Report:
-        bars = [Bar(b["what"], b["value"], b["reach"], b["at_least"]) for b in found["bars"]]
+        bars = [Bar(b["what"], b["value"], b["reach"], b["at_least"], b["timed"]) for b in found["bars"]]
         given = {name: value for name, value in found.items() if name not in ("schema", "bars")}
         return cls(**given, bars=bars)
 
@@ -87,7 +97,7 @@ class Report:
             table.add_column(heading(column), justify="right" if unit_of(column) else "left", overflow="fold")
         for row in self.rows:
             table.add_row(*(Text(shown(column, row.get(column))) for column in self.columns))
-        lines = [Text(str(bar), style="green" if bar.met else "bold red") for bar in self.bars]
+        lines = [Text(f"{verdict}: {bar}", style=_STYLES.get(verdict, "yellow")) for verdict, bar in self.judged()]
         return Group(table, *lines, *(Text(line, style="dim") for line in self._footer()))
 
     def markdown(self, level: int = 1) -> list[str]:
@@ -96,13 +106,16 @@ class Report:
         lines.append("|" + "|".join("---:" if unit_of(column) else "---" for column in self.columns) + "|")
         lines += ["| " + " | ".join(shown(c, row.get(c)) for c in self.columns) + " |" for row in self.rows]
         for title, items in (
-            ("Numbers to reach", self.bars),
+            ("Numbers to reach", [f"{verdict}: {bar}" for verdict, bar in self.judged()]),
             ("Notes", self.notes),
             ("Limits and conditions", list(self._measured())),
         ):
             if items:
                 lines += ["", f"{'#' * level}# {title}", "", *(f"- {item}" for item in items)]
         return lines
+
+    def judged(self) -> Iterator[tuple[str, Bar]]:
+        return ((bar.verdict(busy=self.busy), bar) for bar in self.bars)
 
     def _footer(self) -> Iterator[str]:
         yield from self.notes
@@ -130,7 +143,13 @@ def condition_lines(found: Mapping[str, Any]) -> Iterator[str]:
             f"{found['driver'] or 'driver not known'}"
         )
     after = found.get("load_after")
-    yield f"load average {found['load_before']:.1f} before" + (f", {after:.1f} after" if after is not None else "")
+    if after is None:
+        yield f"load average {found['load_before']:.1f} before"
+    else:
+        yield (
+            f"load average {found['load_before']:.1f} before, {after:.1f} after; other processes used "
+            f"{found['others_share']:.0%} of all cores meanwhile"
+        )
 
 
 def unit_of(column: str) -> str:

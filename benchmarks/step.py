@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,18 +28,18 @@ from overspill.offload.placed import PlacedModel
 COLUMNS = (
     "way",
     "link_over_computing_ratio",
-    "link_gbps",
     "moved_bytes",
     "computing_ms",
     "link_ms",
-    "floor_ms",
     "measured_ms",
+    "stalled_ms",
     "over_floor_ratio",
     "over_ring_floor_ratio",
     "over_resident_ratio",
-    "stalled_ms",
+    "cpu_over_resident_ratio",
 )
 REACH = 1.10
+PLAIN, PEER = "transformers alone", "accelerate cpu_offload"
 _UNLIMITED = Link(bandwidth=1e15, latency_s=0.0, measured=False)
 _SHARE = 0.5  # of the decoder's bytes that uva moves
 
@@ -96,9 +96,10 @@ def measure(scale: Scale, tell: Callable[[str], None]) -> Report:
         for _ in range(scale.rounds):
             for side in sides:
                 side.sample(scale.passes)
-        resident = sides[0].samples
         for side in sides:
-            report.rows.append(row := _row(side, factor, resident, scale))
+            report.rows.append(row := _row(side, factor, sides[0], scale))
+            if side.way == PEER:
+                row["over_resident_ratio"] = _paired(side.samples, sides[-2].samples)
             if (ratio := row.get("over_floor_ratio")) is not None:
                 report.bars.append(Bar(f"{side.way}, link {factor} x computing: step over floor", ratio, REACH))
             if side.link is not None and side.link.bandwidth / 1e9 > 0.7 * memmove:
@@ -109,10 +110,12 @@ def measure(scale: Scale, tell: Callable[[str], None]) -> Report:
         f"{scale.layers} layers of hidden size {scale.hidden}, float32, {scale.sequences} sequences a step; logits of "
         "every row were bit-identical to the resident model's",
         "computing is the resident model's step in the same round, under the same accounting of every operation",
+        "cpu over resident is the computing thread's own processor time: what copies beside it, hooks and (uva) the "
+        "copying itself cost it; other processes do not show there",
         "the ring floor is what the ring's rule allows with ideal copies: a buffer is refilled only after its layer "
         "has run, so one buffer never copies while its own layer runs",
         "accelerate: cpu_offload with the CPU as execution device, without the emulated accelerator and without a "
-        "link, so it has no floor here; its ratio is to transformers alone (plain)",
+        "link, so it has no floor here; its over resident is over transformers alone",
     ]
     return report.finish()
 
@@ -127,6 +130,7 @@ class Side:
     link: Link | None = None
     samples: list[float] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     moved_bytes: int = 0
 
     def run(self) -> torch.Tensor:
@@ -139,10 +143,11 @@ class Side:
         """
         self.forward()
         before = self.placed.device.traffic.copy() if self.placed is not None else None
-        begun = time.perf_counter()
+        begun, cpu_begun = time.perf_counter(), time.thread_time()
         for _ in range(passes):
             self.forward()
         self.samples.append((time.perf_counter() - begun) / passes)
+        self.cpu.append((time.thread_time() - cpu_begun) / passes)
         if self.placed is not None and before is not None:
             moved = self.placed.device.traffic - before
             self.stalls.append(moved.stall_s / passes)
@@ -172,12 +177,12 @@ def _sides(
         sides.append(_side(way, _place(scale, weights, document, link), ids))
         sides[-1].link = link if document is not None else None
     plain = models.assemble(scale.config, _aligned_copy(weights))
-    sides.append(Side("transformers alone (plain)", _plain(plain, ids)))
+    sides.append(Side(PLAIN, _plain(plain, ids)))
     with suppress(ImportError):
         from accelerate import cpu_offload
 
         offloaded = models.assemble(scale.config, _aligned_copy(weights))
-        sides.append(Side("accelerate cpu_offload", _plain(cpu_offload(offloaded, "cpu"), ids)))
+        sides.append(Side(PEER, _plain(cpu_offload(offloaded, "cpu"), ids)))
     return sides
 
 
@@ -226,22 +231,22 @@ def _aligned_copy(weights: models.Weights) -> models.Weights:
     return {name: tensor.clone() for name, tensor in weights.items()}
 
 
-def _row(side: Side, factor: float, resident: Sequence[float], scale: Scale) -> dict[str, Any]:
-    computing, measured = statistics.median(resident), statistics.median(side.samples)
+def _row(side: Side, factor: float, resident: Side, scale: Scale) -> dict[str, Any]:
     row: dict[str, Any] = {
         "way": side.way,
         "link_over_computing_ratio": factor,
-        "computing_ms": computing * 1e3,
-        "measured_ms": measured * 1e3,
-        "over_resident_ratio": _paired(side.samples, resident),
+        "computing_ms": statistics.median(resident.samples) * 1e3,
+        "measured_ms": statistics.median(side.samples) * 1e3,
+        "over_resident_ratio": _paired(side.samples, resident.samples),
         "stalled_ms": statistics.median(side.stalls) * 1e3 if side.link is not None else None,
+        "cpu_over_resident_ratio": _paired(side.cpu, resident.cpu),
         "spread": spread(side.samples),
         "samples": side.samples,
     }
     if side.link is None:
         return row
     link_s = side.link.seconds(side.moved_bytes, 0)
-    floors = [_floor(side, seconds, link_s) for seconds in resident]
+    floors = [_floor(side, seconds, link_s) for seconds in resident.samples]
     row |= {
         "link_gbps": side.link.bandwidth / 1e9,
         "moved_bytes": side.moved_bytes,
@@ -251,7 +256,7 @@ def _row(side: Side, factor: float, resident: Sequence[float], scale: Scale) -> 
     }
     if side.way in PREFETCH:
         group, step = PREFETCH[side.way]
-        allowed = [ring_seconds(scale.layers, group, step, seconds, link_s) for seconds in resident]
+        allowed = [ring_seconds(scale.layers, group, step, seconds, link_s) for seconds in resident.samples]
         row["over_ring_floor_ratio"] = _paired(side.samples, allowed)
     return row
 
@@ -262,7 +267,3 @@ def _floor(side: Side, computing_s: float, link_s: float) -> float:
 
 def _paired(samples: Sequence[float], limits: Sequence[float]) -> float:
     return statistics.median(sample / limit for sample, limit in zip(samples, limits, strict=True))
-
-
-def rows_of(report: Report, way: str) -> Iterator[dict[str, Any]]:
-    return (row for row in report.rows if row["way"] == way)

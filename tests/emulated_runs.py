@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from overspill.checkpoint import open_checkpoint
 from overspill.config import Settings, resolve
 from overspill.machine.device import Link
 from overspill.machine.emulated import EmulatedDevice
-from overspill.model.hf import cache_of
+from overspill.model.hf import cache_argument, cache_of
 from overspill.model.map import map_model, read_config, resolve_dtype
 from overspill.model.weights import ModelMap
 from overspill.offload.placed import PlacedModel, place
@@ -75,7 +74,7 @@ def forward(model: PlacedModel, ids: Sequence[int], cache: Any = None) -> tuple[
     device = model.device
     device.synchronize()
     before = device.traffic.copy()
-    given = {} if cache is None else {cache_keyword(model.model): cache}
+    given = {} if cache is None else {cache_argument(model.model): cache}
     with model.running():
         output: Any = model.model(device.to_device(torch.tensor([list(ids)])), use_cache=True, **given)
     device.synchronize()
@@ -90,8 +89,3 @@ def passes(model: PlacedModel, decoded: Sequence[int] = DECODED) -> tuple[list[t
         logits, cache, moved = forward(model, [token], cache)
         results.append((logits, moved))
     return [logits for logits, _ in results], [moved for _, moved in results]
-
-
-def cache_keyword(model: torch.nn.Module) -> str:
-    """What this transformers calls the cache that a pass is given."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

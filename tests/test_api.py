@@ -210,3 +210,14 @@ def test_training_is_switched_off_and_gradients_too() -> None:
     placed = overspill.offload(model, UVA, tokens=CONTEXT, device="emulated")
     assert not placed.model.training
     assert not any(parameter.requires_grad for parameter in placed.model.parameters())
+
+
+def test_the_cpu_as_the_device_answers_like_the_emulated_one(tiny: MakeTiny) -> None:
+    expected = overspill.load(tiny("qwen3_moe"), **EMULATED).generate(list(PROMPT), GREEDY, logits=True)
+    engine = overspill.load(tiny("qwen3_moe"), device="cpu", max_model_len=CONTEXT)
+    answer = engine.generate(list(PROMPT), GREEDY, logits=True)
+    assert answer.token_ids == expected.token_ids
+    assert answer.logits is not None
+    assert expected.logits is not None
+    assert torch.equal(answer.logits, expected.logits)
+    assert engine.plan.device_kind == "cpu"

@@ -149,6 +149,25 @@ TINY: Mapping[str, Tiny] = {
             "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
         },
     ),
+    "kimi_linear": Tiny(
+        "KimiLinearConfig",
+        {
+            "intermediate_size": 45,
+            "moe_intermediate_size": 11,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "head_dim": 4,
+            "num_key_value_heads": 5,
+            "linear_head_dim": 8,
+            "linear_num_heads": 3,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+        },
+    ),
     "nemotron_h": Tiny(
         "NemotronHConfig",
         {
@@ -179,6 +198,7 @@ ARCHITECTURES = (
     "gpt_oss",
     "gemma3",
     "qwen3_next",
+    "kimi_linear",
     "nemotron_h",
     "mixtral",
     "mixtral_fused",

@@ -6,7 +6,6 @@ busy.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from benchmarks import models
 from benchmarks.report import Bar
 from benchmarks.sections import Run
 from overspill.errors import OverspillError
-from overspill.model.hf import cache_of
+from overspill.model.hf import cache_argument, cache_of
 from overspill.offload.placed import PlacedModel
 
 TITLE = "Logits with and without offload, bit by bit"
@@ -115,7 +114,7 @@ def measure(run: Run) -> None:
                 different.append(f"{subject.name}: {way}")
             _row(run, subject.name, way, placed, len(logits), same, _difference(logits, resident))
     different += _under_load(run)
-    run.report.bars.append(Bar("ways whose logits differ", float(len(different)), 0.0))
+    run.report.bars.append(Bar("ways whose logits differ", float(len(different)), 0.0, timed=False))
     run.report.notes += [f"DIFFERENT: {what}" for what in different]
     run.report.notes.append(
         f"a prompt of {_PROMPT} tokens and {_DECODED} decoded ones over its cache; released ring buffers are filled "
@@ -197,13 +196,12 @@ def _place(
 def _passes(placed: PlacedModel) -> list[torch.Tensor]:
     """Logits of the prompt's pass and of each decoded token's, in host memory."""
     device, model = placed.device, placed.model
-    keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     given: dict[str, Any] = {}
     logits = []
     with placed.running():
         for ids in (torch.arange(7, 7 + _PROMPT), *(torch.tensor([11 * n + 5]) for n in range(_DECODED))):
             output = model(device.to_device(ids[None]), use_cache=True, **given)
-            given = {keyword: cache_of(output)}
+            given = {cache_argument(model): cache_of(output)}
             logits.append(output.logits.clone())
     device.synchronize()
     return [one.cpu() for one in logits]

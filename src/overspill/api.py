@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import GenerationConfig
 
@@ -25,6 +24,9 @@ from overspill.model.hf import load_generation_config
 from overspill.model.map import context_tokens, map_live, map_model, read_config, resolve_dtype
 from overspill.offload.placed import PlacedModel, place
 from overspill.plan import Plan, make_plan, refuse_device
+
+_OF_A_CHECKPOINT = frozenset({"dtype", "max_model_len", "revision", "seed", "trust_remote_code"})
+_PLACED = "_overspill_placed"
 
 OffloadDocument = str | Mapping[str, object] | OffloadConfig | None
 
@@ -110,16 +112,28 @@ def offload(model: nn.Module, offload_config: OffloadDocument, *, tokens: int = 
     """Move the weights of a transformers model that the caller built as `offload_config` says.
 
     `model` is changed in place and stays usable: run it inside `placed.running()`. Its tensors are handed over one by
-    one, so peak memory is the model plus its largest weight. `tokens` is the context that memory is planned for.
+    one, so peak memory is the model plus its largest weight. `tokens` is the context that memory is planned for. The
+    model is put into inference mode (`eval`, no gradients), and its weights are read-only from then on.
     """
     settings = settings_of(offload_config, options)
     if not settings.offload.offloads:
         raise ConfigError("overspill.offload() was given no offload", hint='for example {"uva": {"cpu_offload_gb": 4}}')
+    if idle := sorted(_OF_A_CHECKPOINT & options.keys()):
+        raise ConfigError(
+            f"overspill.offload() was given {', '.join(idle)}, which a model that is in memory already has no use for",
+            hint="leave them out; `tokens` is the context to plan for, overspill.load() takes the others",
+        )
+    if tokens < 1:
+        raise ConfigError(f"tokens is {tokens}", hint="tokens must be at least 1")
+    if getattr(model, _PLACED, False):
+        raise ConfigError(
+            "the weights of this model have been offloaded already, and what it holds now are views of them",
+            hint="build the model again, and say everything in one overspill.offload()",
+        )
     device = select_device(settings.engine)
     refuse_device(settings, device)
-    if any(isinstance(p, torch.Tensor) and p.requires_grad for p in model.parameters()):
-        model.requires_grad_(False)
-    mapped = map_live(model.eval(), tokens=tokens, sequences=settings.engine.max_num_seqs)
-    return place(
-        make_plan(mapped, settings, device, context_tokens=tokens), device, debug=settings.engine.debug
-    )  # fmt: skip
+    mapped = map_live(model, tokens=tokens, sequences=settings.engine.max_num_seqs)
+    made = make_plan(mapped, settings, device, context_tokens=tokens)
+    model.eval().requires_grad_(False)  # from here on the model is changed
+    setattr(model, _PLACED, True)
+    return place(made, device, debug=settings.engine.debug)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -171,11 +172,9 @@ def test_without_a_command_there_is_help(cli: Cli) -> None:
 
 
 def test_the_versions_are_told(cli: Cli) -> None:
-    import torch
-
     result = cli("--version")
     assert result.code == 0
-    assert result.out.startswith("overspill 0.1.0 (torch " + torch.__version__)
+    assert result.out.startswith("overspill 0.1.0 (torch " + metadata.version("torch"))
 
 
 # -- how it ends -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import linear
-from transformers import PretrainedConfig
+from transformers import GPT2Config, PretrainedConfig
 
 from emulated_runs import emulated, mapped, settings_for
 from overspill.model import hf
@@ -19,7 +19,7 @@ from overspill.offload.placed import place
 from overspill.plan import make_plan
 from tiny_models import ARCHITECTURES, TINY, MakeTiny
 
-SPARSE = {"qwen3_moe", "deepseek_v2", "gpt_oss", "qwen3_next", "nemotron_h", "mixtral", "mixtral_fused"}
+SPARSE = {"qwen3_moe", "deepseek_v2", "gpt_oss", "qwen3_next", "kimi_linear", "nemotron_h", "mixtral", "mixtral_fused"}
 
 
 @pytest.mark.parametrize(("tokens", "sequences"), [(20, 2), (5, 1)])
@@ -112,6 +112,16 @@ def test_what_the_parent_reads_of_a_layer_is_seen() -> None:
         result = traced(forward)
         assert result.failure is None
         assert result.outside_reads == expected, what
+
+
+def test_a_padding_token_is_no_reason_to_fail() -> None:
+    """gpt2 and its kin look for it among the ids, only to warn."""
+    config = GPT2Config(vocab_size=8, n_positions=8, n_embd=4, n_layer=2, n_head=1, pad_token_id=3)
+    skeleton = hf.build_skeleton(config, torch.float32)
+    result = trace(skeleton, find_stacks(skeleton), tokens=3)
+    assert result.failure is None
+    assert len(result.layer_order) == 2
+    assert skeleton.config.pad_token_id == 3
 
 
 def test_the_order_and_number_of_runs_are_seen() -> None:

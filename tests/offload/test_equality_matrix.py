@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from emulated_runs import DECODED, DISABLE_UVA, PROMPT, cache_keyword, emulated, forward, gib, passes, placed
+from emulated_runs import DECODED, DISABLE_UVA, PROMPT, emulated, forward, gib, passes, placed
 from overspill.errors import ConfigError
 from overspill.machine.arena import packed_bytes
-from overspill.model.hf import cache_of
+from overspill.model.hf import cache_argument, cache_of
 from overspill.plan import Access, Tier
 from tiny_models import ARCHITECTURES, TINY, MakeTiny
 
-SPARSE = ("qwen3_moe", "deepseek_v2", "gpt_oss", "qwen3_next", "nemotron_h", "mixtral", "mixtral_fused")
+SPARSE = ("qwen3_moe", "deepseek_v2", "gpt_oss", "qwen3_next", "kimi_linear", "nemotron_h", "mixtral", "mixtral_fused")
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def test_nothing_offloaded_is_transformers_itself(reference: Reference, tiny: Ma
         output = model(torch.tensor([PROMPT]), use_cache=True)
         logits = [output.logits]
         for token in DECODED:
-            cache = {cache_keyword(model): cache_of(output)}
+            cache = {cache_argument(model): cache_of(output)}
             output = model(torch.tensor([[token]]), use_cache=True, **cache)
             logits.append(output.logits)
     assert_same(logits, reference.logits)

@@ -259,7 +259,7 @@ def test_layers_without_a_selected_weight_take_no_place_in_the_ring(tiny_map: Ma
 
 
 def test_selected_weights_outside_the_groups_layers_are_refused(tiny_map: MapTiny) -> None:
-    with pytest.raises(ConfigError, match=r"no weight in the layers that the group rule names .*\[3, 7\]"):
+    with pytest.raises(ConfigError, match=r"no weight of the layers that the group rule names .*\[3, 7\]"):
         chosen(tiny_map("nemotron_h"), prefetch(4, params=["experts"]))
 
 

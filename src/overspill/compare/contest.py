@@ -82,6 +82,15 @@ def compare(
     for name, value in (("repeat", repeat), ("max_slowdown", max_slowdown), ("deadline_s", deadline_s)):
         if value is not None and not value > 0:
             raise ConfigError(f"{name} is {value}", hint=f"{name} must be above 0")
+    if output_dir is not None:
+        try:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=output_dir):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"output is {output_dir}: {error.strerror}", hint="a folder that can be made and written"
+            ) from error
     contest = make_contest(model, baseline, candidate, prompts=prompts, max_tokens=max_tokens, options=options)
     hear = progress or _ignore
     hear(Planned(contest.baseline.plan if contest.baseline else None, contest.candidate.plan))

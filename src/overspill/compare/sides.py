@@ -68,6 +68,11 @@ def make_contest(
             "the candidate offloads nothing, so there is nothing to compare",
             hint="say what to offload, for example --cpu-offload-gb 4 or --offload-group-size 4",
         )
+    if wanted.offload == resident.offload:
+        raise ConfigError(
+            "baseline and candidate are the same document, so there is nothing to compare",
+            hint="another --baseline, or none: then nothing is offloaded on that side",
+        )
     if max_tokens < 1:
         raise ConfigError(f"max_tokens is {max_tokens}", hint="max_tokens must be at least 1")
     if not prompts:

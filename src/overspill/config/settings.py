@@ -176,7 +176,7 @@ def _with_flags(fields: dict[str, Any], flags: Mapping[str, object]) -> dict[str
                 f'unknown offload flag "{flag}" (expected one of: {" ".join(FLAGS)})',
                 hint=did_you_mean(flag, FLAGS),
             )
-        if flag == "cpu_offload_gb" and isinstance(value, str):
+        if flag == "cpu_offload_gb" and isinstance(value, str) and not _is_number(value):
             value = parse_bytes(value, bare="GiB", field=flag) / GIB
         *section, key = FLAGS[flag]
         holder = fields.setdefault(section[0], {}) if section else fields
@@ -190,6 +190,15 @@ def _with_flags(fields: dict[str, Any], flags: Mapping[str, object]) -> dict[str
             )
         holder[key] = value
     return fields
+
+
+def _is_number(text: str) -> bool:
+    """Whether vLLM reads this as a number of GiB; what it then is worth is judged with the document."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _agree(section: list[str], key: str, stated: object, flag: object) -> bool:

@@ -80,18 +80,18 @@ class Engine:
         eos = [] if ignore_eos else self.eos_token_ids()
         device = self.placed.device
         model: Any = self.placed.model
-        # Set on the model too: `generate` fills what is None in its argument from there.
-        model.generation_config = config = GenerationConfig(
+        config = GenerationConfig(
             **params.generation_arguments(),
             eos_token_id=eos or None,
             pad_token_id=self._pad_token(),
             return_dict_in_generate=True,
             output_logits=logits,
         )
-        recorder = _Recorder(self, on_text)
-        torch.manual_seed(params.seed)
         inputs = device.to_device(torch.tensor([ids]))
         with self.placed.running():
+            recorder = _Recorder(self, on_text)
+            model.generation_config = config  # set here too: `generate` fills what is None in its argument from there
+            torch.manual_seed(params.seed)
             output: Any = model.generate(
                 inputs, attention_mask=torch.ones_like(inputs), generation_config=config, streamer=recorder
             )

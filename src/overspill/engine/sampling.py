@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     import torch
 
     from overspill.machine.device import LinkTraffic
+
+
+_COLDEST, _HOTTEST = 1e-3, 1e3
 
 
 @dataclass(frozen=True)
@@ -24,14 +28,20 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, fine, bound in (
-            ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature, 0.0 <= self.temperature < float("inf"), "a number of at least 0"),
-            ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            ("top_k", self.top_k, self.top_k >= 0, "at least 0"),
+        for name, kinds, least, most, bound in (
+            ("max_tokens", int, 1, math.inf, "a whole number of at least 1"),
+            ("temperature", int | float, 0.0, _HOTTEST, "0, or from 0.001 to 1000"),
+            ("top_p", int | float, 1e-9, 1.0, "above 0 and at most 1"),
+            ("top_k", int, 0, math.inf, "a whole number of at least 0"),
+            ("seed", int, 0, 2**63 - 1, "a whole number from 0 to 2^63-1"),
         ):
-            if not fine:
-                raise ConfigError(f"{name} is {value}", hint=f"{name} must be {bound}")
+            value: Any = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+                raise ConfigError(f"{name} is {value!r}", hint=f"{name} must be {bound}")
+        if 0.0 < self.temperature < _COLDEST:  # scores divided by less overflow
+            raise ConfigError(
+                f"temperature is {self.temperature!r}", hint="temperature must be 0, or from 0.001 to 1000"
+            )
         if self.temperature == 0.0 and (self.top_p != 1.0 or self.top_k != 0):
             raise ConfigError(
                 "top_p or top_k is given, but temperature 0 always takes the likeliest token",

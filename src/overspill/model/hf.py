@@ -8,6 +8,7 @@ GGUF's tables are in hf_gguf.py.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,16 +35,26 @@ from overspill.errors import UnsupportedModelError
 DecoderLayer = GradientCheckpointingLayer
 
 
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """The edge where whatever transformers raises over a model's own files becomes our error, its cause kept."""
+    try:
+        yield
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        custom = "trust_remote_code" in text
+        raise UnsupportedModelError(
+            f"{what}: {text[:600]}{'…' if len(text) > 600 else ''}",
+            hint="--trust-remote-code runs the code that the model brings along"
+            if custom
+            else "the model's files must be complete, and of an architecture that this transformers knows",
+        ) from error
+
+
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """The model's configuration. UnsupportedModelError where transformers does not know the architecture."""
-    try:
+    with _translated(f"{folder}: transformers cannot read this model's configuration"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError) as error:
-        raise UnsupportedModelError(
-            f"{folder}: transformers cannot read this model's configuration: {error}",
-            hint="a folder needs a config.json whose model_type this transformers knows; "
-            "custom code runs only with --trust-remote-code",
-        ) from error
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
@@ -51,25 +62,22 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
     if not any((folder / name).is_file() for name in names):
         return None
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with _translated(f"{folder}: transformers cannot build this model's tokenizer"):
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 def load_generation_config(folder: Path, config: PretrainedConfig) -> GenerationConfig:
     if (folder / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(folder)
+        with _translated(f"{folder}: transformers cannot read generation_config.json"):
+            return GenerationConfig.from_pretrained(folder)
     return GenerationConfig.from_model_config(config)
 
 
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
     """The model with every parameter and buffer on meta, in the dtypes that `from_pretrained` would give them."""
-    try:
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    except (ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
-        raise UnsupportedModelError(
-            f"{type(config).__name__}: transformers cannot build a causal language model from this: {error}",
-            hint="overspill runs what AutoModelForCausalLM builds",
-        ) from error
+    what = f"{type(config).__name__}: transformers cannot build a causal language model from this"
+    with _translated(what), torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
     for name, tensor in model.state_dict(keep_vars=True).items():
         for pattern, kept in plan.items():
@@ -165,6 +173,9 @@ def map_checkpoint_names(model: Any, names: Iterable[str]) -> tuple[dict[str, st
             group = groups.setdefault(target, ConversionGroup(target, by_pattern[pattern]))
             group.sources.setdefault(pattern, []).append(name)
     nowhere += [name for target in renamed.keys() & groups.keys() for name in groups.pop(target).names]
+    for group in groups.values():  # operations take tensors in the order of their patterns, not of their names
+        patterns = group.converter.source_patterns
+        group.sources = {pattern: group.sources[pattern] for pattern in patterns if pattern in group.sources}
     return renamed, list(groups.values()), nowhere
 
 
@@ -211,6 +222,12 @@ def cache_of(output: Any) -> Any:
         if (cache := getattr(output, name, None)) is not None:
             return cache
     return None
+
+
+def cache_argument(model: nn.Module) -> str:
+    """What this architecture's forward calls the cache that it takes back."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((n for n in ("cache", "past_key_values", "cache_params", "mems") if n in parameters), "past_key_values")
 
 
 def tensors_in(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from overspill.checkpoint import Checkpoint, stamps
-from overspill.errors import UnsupportedModelError
+from overspill.errors import ConfigError, UnsupportedModelError
 from overspill.model import hf
 from overspill.model.gguf import config_from_gguf, sources_of_gguf
 from overspill.model.misfits import refuse_misfits
-from overspill.model.sources import Conversion, Live, Source, converted, single
+from overspill.model.sources import Conversion, Extents, Live, Source, converted, single
 from overspill.model.stacks import Stack, find_stacks
 from overspill.model.trace import Trace, trace
 from overspill.model.weights import (
@@ -36,17 +37,32 @@ def read_config(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> P
     """The transformers configuration, from config.json or from GGUF metadata."""
     if checkpoint.format == "gguf":
         return config_from_gguf(checkpoint)
-    return hf.load_config(checkpoint.folder, trust_remote_code=trust_remote_code)
+    config = hf.load_config(checkpoint.folder, trust_remote_code=trust_remote_code)
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
+        raise UnsupportedModelError(
+            f"{checkpoint.folder}: config.json says that the weights are quantised ({method})",
+            hint="use the checkpoint in bfloat16, or a GGUF file",
+        )
+    return config
 
 
 def context_tokens(config: PretrainedConfig, asked: int | None) -> int:
-    """Tokens of a sequence that memory is kept for: what was asked, else the model's own limit up to 4096."""
+    """Tokens of a sequence that memory is kept for: what was asked, else the model's own limit up to 4096.
+
+    Raises ConfigError where more is asked than the model was made for.
+    """
     text = config.get_text_config(decoder=True)
     own = next(
         (int(v) for n in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
          if isinstance(v := getattr(text, n, None), int) and v > 0),
-        DEFAULT_CONTEXT_TOKENS,
+        asked or DEFAULT_CONTEXT_TOKENS,
     )  # fmt: skip
+    if asked is not None and asked > own:
+        raise ConfigError(
+            f"max_model_len is {asked}, the model was made for {own} tokens at the most",
+            hint=f"a max_model_len of at most {own}",
+        )
     return asked if asked is not None else min(own, DEFAULT_CONTEXT_TOKENS)
 
 
@@ -129,11 +145,13 @@ def _join(
         names = names_of[id(tensor)]
         if names[0] != name:
             continue
-        source = next((sources[n] for n in names if n in sources), None)
-        if source is None:
+        found = [sources[n] for n in names if n in sources]
+        if not found:
             uncovered.append(name)
             continue
-        weights.append(_weight(skeleton, names, tensor, source, stacks, traced, name not in parameters))
+        weight = _weight(skeleton, names, tensor, found[0], stacks, traced, name not in parameters)
+        twins = tuple(other for other in found[1:] if isinstance(other, Extents) and other != found[0])
+        weights.append(replace(weight, twins=twins))
     if uncovered:
         listed = "\n  ".join(uncovered[:20]) + (f"\n  … and {len(uncovered) - 20} more" if len(uncovered) > 20 else "")
         raise UnsupportedModelError(
@@ -199,8 +217,14 @@ def _weight(
         routing=routing,
         rows_read=(looked_up := is_looked_up(skeleton, names)),
         whole_read=not looked_up or role is Role.HEAD,
-        read_outside=name.full in traced.outside_reads,
+        read_outside=_read_outside(names, stacks, traced),
     )
+
+
+def _read_outside(names: list[str], stacks: tuple[Stack, ...], traced: Trace) -> bool:
+    """Whether another module than one layer reads the weight: seen in the trace, or tied into another place."""
+    places = {(n.stack, n.layer) for n in (name_in_stacks(name, stacks) for name in names)}
+    return len(places) > 1 or any(name in traced.outside_reads for name in names)
 
 
 def conversions(weights: tuple[Weight, ...]) -> list[tuple[Weight, str]]:

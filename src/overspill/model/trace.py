@@ -16,17 +16,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from overspill.model.hf import cache_of, observed_experts, tensors_in
+from overspill.model.hf import cache_argument, cache_of, observed_experts, tensors_in
 from overspill.model.stacks import Stack
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one prompt pass over `tokens` tokens of each of `sequences` sequences does.
+    """What a prompt pass over `tokens` tokens of each of `sequences` sequences does, and a decode step after it.
 
-    `kv_cache_bytes` is the cache afterwards, `working_bytes` the most that was held beside it and the weights.
+    `kv_cache_bytes` is the cache after the prompt, `working_bytes` the most that was held beside it and the weights.
     `outside_reads` are weights of a layer that were read while another module ran, `layer_order` the layers as they
     ran, as (stack path, number). `failure` says why the architecture could not be traced; the rest is then empty.
+    `decode_failure` says why only the prompt pass could be.
     """
 
     tokens: int
@@ -37,6 +38,7 @@ class Trace:
     layer_order: tuple[tuple[str, int], ...] = ()
     experts_top_k: Mapping[str, int] = field(default_factory=dict)
     failure: str | None = None
+    decode_failure: str | None = None
 
 
 def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences: int = 1) -> Trace:
@@ -46,7 +48,10 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
         for stack in stacks
         for number in range(stack.layers)
     }
-    owners = {id(parameter): (name, layer) for layer in layers for name, parameter in _named_below(model, layer)}
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}  # a tied weight may lie in several layers
+    for layer in layers:
+        for name, parameter in _named_below(model, layer):
+            owners.setdefault(id(parameter), []).append((name, layer))
     order: list[tuple[str, int]] = []
     running: list[nn.Module] = []
     outside: set[str] = set()
@@ -61,8 +66,9 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
         running.pop()
 
     def read(tensor: torch.Tensor) -> None:
-        if (owner := owners.get(id(tensor))) is not None and owner[1] not in running:
-            outside.add(owner[0])
+        holders = owners.get(id(tensor), [])
+        if not any(layer in running for _, layer in holders):
+            outside.update(name for name, _ in holders)
 
     with contextlib.ExitStack() as stack:
         for layer in layers:
@@ -70,6 +76,7 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
             stack.callback(layer.register_forward_hook(leave).remove)
         stack.enter_context(observed_experts(model, lambda experts, k: top_k.__setitem__(paths[experts], k)))
         stack.enter_context(_buffers_on_meta(model))
+        stack.enter_context(_without_padding_token(model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_FusedAttention())
         observer = stack.enter_context(_Observer(model, read))
@@ -78,19 +85,31 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
         extra = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         try:
             output = model(input_ids=ids, use_cache=True, **extra)
+            kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(cache_of(output))}
+            kv_cache_bytes = sum(kept.values())
+            prompt_order = tuple(order)
         except Exception as error:  # an architecture's own code may do anything on meta; the reason is kept and shown
-            return Trace(tokens, sequences, failure=f"{type(error).__name__}: {error}".splitlines()[0])
-    kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(cache_of(output))}
-    kv_cache_bytes = sum(kept.values())
+            return Trace(tokens, sequences, failure=_first_line(error))
+        decode_failure = None
+        if (cache := cache_of(output)) is not None:
+            try:
+                model(input_ids=ids[:, :1], use_cache=True, **{cache_argument(model): cache}, **extra)
+            except Exception as error:  # as above
+                decode_failure = _first_line(error)
     return Trace(
         tokens,
         sequences,
         kv_cache_bytes,
         max(0, observer.peak_bytes - kv_cache_bytes),
         frozenset(outside),
-        tuple(order),
+        prompt_order,
         top_k,
+        decode_failure=decode_failure,
     )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _named_below(model: nn.Module, layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -114,6 +133,20 @@ def _buffers_on_meta(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, buffer in real:
             module._buffers[name] = buffer
+
+
+@contextmanager
+def _without_padding_token(model: nn.Module) -> Iterator[None]:
+    """So that no architecture looks among the token ids for padding, to warn of it: on meta there is nothing to see."""
+    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    tokens = {key: config.pad_token_id for key, config in configs.items() if hasattr(config, "pad_token_id")}
+    try:
+        for key in tokens:
+            configs[key].pad_token_id = None
+        yield
+    finally:
+        for key, token in tokens.items():
+            configs[key].pad_token_id = token
 
 
 class _FusedAttention(TorchFunctionMode):

@@ -16,7 +16,7 @@ from torch import nn
 
 from overspill.config.selectors import WeightName
 from overspill.machine.arena import tensor_bytes
-from overspill.model.sources import Source
+from overspill.model.sources import Extents, Source
 from overspill.model.stacks import Stack
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Weight:
     """One parameter, or one buffer that a checkpoint holds. Tied names are one weight: `name` and `aliases`.
 
     An embedding is read by rows (`rows_read`) only; tied to the head, whole (`whole_read`) as well.
+    `twins` are what the checkpoint holds under its other tied names; loading refuses where they differ.
     `read_outside`: another module than its layer reads it, so a ring buffer cannot hold it.
     """
 
@@ -71,6 +72,7 @@ class Weight:
     routing: Routing | None = None
     rows_read: bool = False
     whole_read: bool = True
+    twins: tuple[Extents, ...] = ()
     read_outside: bool = False
 
     @property

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from overspill.config import format_bytes
 from overspill.errors import PlacementDefect
 from overspill.machine.arena import Block
 from overspill.machine.device import Device
@@ -86,7 +85,8 @@ def take_ledger(
         for name in (placement.weight.full, *placement.weight.aliases)
         if (fault := _fault(tensors.get(name), placement, blocks, hosts, slots, device)) is not None
     ]
-    entries = [_entry(p, tensors[p.weight.full], hosts) for p in plan.placements if p.weight.full in tensors]
+    walked = [p for p in plan.placements if p.weight.full in tensors]
+    entries = [_entry(p, tensors[p.weight.full], blocks, hosts.get(p.weight.full), device) for p in walked]
     wrong += _overlaps({e.name: (e.address, e.bytes) for e in entries if e.access is Access.RESIDENT})
     wrong += _overlaps({e.name: (e.host_address, e.bytes) for e in entries if e.host_address is not None})
     planned = {name for p in plan.placements for name in (p.weight.full, *p.weight.aliases)}
@@ -113,11 +113,21 @@ def take_ledger(
     )
 
 
-def _entry(placement: Placement, tensor: torch.Tensor, hosts: Mapping[str, torch.Tensor]) -> Entry:
-    weight, host = placement.weight, hosts.get(placement.weight.full)
+def _entry(
+    placement: Placement,
+    tensor: torch.Tensor,
+    blocks: Mapping[str, Block],
+    host: torch.Tensor | None,
+    device: Device,
+) -> Entry:
+    """A weight as the walk found it; nothing here is taken from the plan but its name."""
+    nbytes = tensor.numel() * tensor.element_size()
     address = 0 if tensor.device.type == "meta" else tensor.data_ptr()
-    host_address = host.data_ptr() if host is not None else None
-    return Entry(weight.full, placement.tier, placement.access, weight.nbytes, address, host_address)
+    if host is None or not _inside(host, blocks["host"]):
+        return Entry(placement.weight.full, Tier.DEVICE, Access.RESIDENT, nbytes, address)
+    in_ring = "buffer_pool" in blocks and _inside(tensor, blocks["buffer_pool"])
+    access = Access.PREFETCH if in_ring else Access.ZERO_COPY
+    return Entry(placement.weight.full, Tier.HOST, access, nbytes, address, host.data_ptr())
 
 
 def _fault(
@@ -180,9 +190,3 @@ def _inside(tensor: torch.Tensor, block: Block) -> bool:
 def _is_rebuilt_buffer(model: nn.Module, name: str) -> bool:
     owner, _, attribute = name.rpartition(".")
     return attribute in model.get_submodule(owner)._non_persistent_buffers_set
-
-
-def describe(ledger: Ledger) -> str:
-    """One line for the log."""
-    host = ledger.bytes_on(Tier.HOST)
-    return f"{format_bytes(ledger.bytes_on(Tier.DEVICE))} on the device, {format_bytes(host)} in host memory"

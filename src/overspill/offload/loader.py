@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from overspill.checkpoint import Extent, verify_unchanged
+from overspill.errors import UnsupportedModelError
 from overspill.machine.device import Device
 from overspill.machine.reads import FileReader
 from overspill.model.sources import Conversion, Extents, Live
 from overspill.model.weights import ModelMap, Role, Weight
 
 _BATCH_BYTES = 64 << 20
+_COMPARED_BYTES = 16 << 20
 
 Progress = Callable[[int], None]
 
@@ -57,6 +59,9 @@ def fill(
     with FileReader() as reader, ThreadPoolExecutor(1, thread_name_prefix="overspill-load") as ahead:
         straight = [piece for weight in weights for piece in _straight(weight, targets[weight.full])]
         reader.read(straight, progress)
+        for weight in weights:
+            for twin in weight.twins:
+                _refuse_other_values(reader, weight, twin)
         waiting: tuple[_Job, Future[None]] | None = None
         for job in _jobs(weights, targets, device):
             if waiting is not None and waiting[0].scratch_bytes + job.scratch_bytes > 2 * _BATCH_BYTES:
@@ -81,6 +86,30 @@ def assign(model: nn.Module, weight: Weight, tensor: torch.Tensor) -> None:
             module._buffers[attribute] = tensor
         else:
             module._parameters[attribute] = parameter
+
+
+def _refuse_other_values(reader: FileReader, weight: Weight, twin: Extents) -> None:
+    """UnsupportedModelError where the checkpoint holds other bytes under a tied name than under the first."""
+    source = weight.source
+    assert isinstance(source, Extents)
+    ours, theirs = (list(_chunks(side.extents)) for side in (source, twin))
+    same = source.dtype == twin.dtype and [e.length for e in ours] == [e.length for e in theirs]
+    for pair in zip(ours, theirs, strict=False) if same else ():
+        read = [bytearray(extent.length) for extent in pair]
+        reader.read([(extent, memoryview(data)) for extent, data in zip(pair, read, strict=True)])
+        same = same and read[0] == read[1]
+    if not same:
+        raise UnsupportedModelError(
+            f"{weight.full} and {', '.join(weight.aliases)} are tied by the configuration, and the checkpoint holds "
+            "different values for them",
+            hint='"tie_word_embeddings": false in config.json, if the checkpoint is right',
+        )
+
+
+def _chunks(extents: Sequence[Extent]) -> Iterator[Extent]:
+    for extent in extents:
+        for start in range(0, extent.length, _COMPARED_BYTES):
+            yield Extent(extent.file, extent.offset + start, min(_COMPARED_BYTES, extent.length - start))
 
 
 def _finish(waiting: tuple[_Job, Future[None]]) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import RLock
 
 import torch
 from torch import nn
@@ -36,11 +37,16 @@ class PlacedModel:
     prefetcher: Prefetcher | None
     blocks: dict[str, Block] = field(repr=False)
     hosts: dict[str, torch.Tensor] = field(repr=False)
+    turn: RLock = field(default_factory=RLock, repr=False)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run forward passes inside this."""
-        with torch.no_grad(), self.device.execution():
+        """Run forward passes inside this, one thread at a time: layers share buffers, so others wait their `turn`.
+
+        The weights are read-only here. Under prefetch a parameter is a view of a buffer that several layers share:
+        what is written into it is lost, and `state_dict()` does not hold the weights.
+        """
+        with self.turn, torch.no_grad(), self.device.execution():
             yield
 
 
@@ -89,12 +95,14 @@ def _lay_out(
     device_arena = Arena(blocks["weights"])
     targets = {weight.full: device_arena.take(weight.shape, weight.dtype) for weight in resident}
     planned = {name for p in plan.placements for name in (p.weight.full, *p.weight.aliases)}
-    for name, buffer in list(model.named_buffers()):
+    moved: dict[int, torch.Tensor] = {}  # two modules may hold one buffer
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         if name not in planned:
-            moved = device_arena.take(buffer.shape, buffer.dtype)
-            device.upload(moved, buffer.contiguous())
+            if id(buffer) not in moved:
+                moved[id(buffer)] = device_arena.take(buffer.shape, buffer.dtype)
+                device.upload(moved[id(buffer)], buffer.contiguous())
             owner, _, attribute = name.rpartition(".")
-            model.get_submodule(owner)._buffers[attribute] = moved
+            model.get_submodule(owner)._buffers[attribute] = moved[id(buffer)]
     prefetcher = None
     ring = plan.ring
     ring_weights = [weight for layer in ring.layers for weight in layer.weights] if ring is not None else []

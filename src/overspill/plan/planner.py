@@ -54,7 +54,7 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
         memory=memory,
         step=_step(placements, choice, settings.engine.max_num_seqs, device),
         buffers_bytes=buffers_bytes,
-        notes=(*settings.notes, *choice.notes, *_model_notes(model, settings, zero_copy)),
+        notes=(*settings.notes, *choice.notes, *_model_notes(model)),
         warnings=(*choice.warnings, *capacity_warnings(memory)),
     )
 
@@ -109,7 +109,7 @@ def _step(placements: tuple[Placement, ...], choice: Choice, tokens: int, device
     )
 
 
-def _model_notes(model: ModelMap, settings: Settings, zero_copy: bool) -> list[str]:
+def _model_notes(model: ModelMap) -> list[str]:
     notes = []
     if decoded := conversions(model.weights):
         operations = [f"{count} {why}" for why, count in sorted(Counter(why for _, why in decoded).items())]
@@ -124,10 +124,11 @@ def _model_notes(model: ModelMap, settings: Settings, zero_copy: bool) -> list[s
             "the architecture could not be traced, so KV cache and working memory are not forecast "
             f"({model.trace.failure})"
         )
-    if settings.offload.resolved_backend == "uva" and not zero_copy:
-        environment = settings.environment
-        name = "PIN_MEMORY" if environment.disable_pin_memory else "UVA"
-        notes.append(f"VLLM_WEIGHT_OFFLOADING_DISABLE_{name}=1: host memory is not read in place by the device")
+    if model.trace.decode_failure is not None:
+        notes.append(
+            "a decode step could not be traced: a weight that only decoding reads outside its layer is not known "
+            f"({model.trace.decode_failure})"
+        )
     return notes
 
 

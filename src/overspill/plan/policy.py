@@ -117,8 +117,9 @@ def _prefetch(model: ModelMap, offload: OffloadConfig) -> Choice:
     layers = _ring_layers(model, kept)
     if not layers:
         raise ConfigError(
-            f"offload_params select no weight in the layers that the group rule names ({decoder.path} {chosen})",
-            hint="another offload_group_size, or other offload_params",
+            f"prefetch can take no weight of the layers that the group rule names ({decoder.path} {chosen})"
+            + "".join(f"; {note}" for note in notes),
+            hint="another offload_group_size, other offload_params, or uva",
         )
     ring = Ring(layers, step)
     if step >= len(layers):
