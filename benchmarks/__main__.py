@@ -51,7 +51,7 @@ def measure_load(size: str, cache: Path, gguf: Path | None) -> Report:
         from examples.demo_model import demo_model_path
 
         gguf = demo_model_path(cache)
-    return load.measure(load.cases(cache / "benchmarks", gguf, size), 1 if size == "quick" else 5, tell)
+    return load.measure(load.cases(cache / "benchmarks", gguf, size), 1 if size == "quick" else 3, tell)
 
 
 def show(report: Report, given: argparse.Namespace) -> None:

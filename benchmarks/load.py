@@ -110,6 +110,7 @@ def measure(cases: Sequence[Case], rounds: int, tell: Callable[[str], None]) -> 
         if "error" not in read[0]:
             report.limits[f"direct read of {case.name}_gbps"] = nbytes / 1e9 / _median(read, "weights_s")
     report.notes += [
+        "every loader with one torch thread: beside a busy neighbour two are several times slower than one",
         "ready is when the loader returns, resident when every page of every weight has been seen (transformers "
         "and accelerate may map files); both without the tokenizer; imports are done before the clock starts",
         "cpu is the processor time of all of it, the tokenizer too; other processes do not show there",
@@ -138,7 +139,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
     )
     if done.returncode:
         return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}

@@ -221,3 +221,18 @@ def test_the_cpu_as_the_device_answers_like_the_emulated_one(tiny: MakeTiny) -> 
     assert expected.logits is not None
     assert torch.equal(answer.logits, expected.logits)
     assert engine.plan.device_kind == "cpu"
+
+
+def test_options_that_a_model_in_memory_has_no_use_for_are_refused() -> None:
+    model = TINY["llama"].model()
+    for option in ({"dtype": "bfloat16"}, {"max_model_len": 8}, {"revision": "main"}, {"seed": 1}):
+        with pytest.raises(ConfigError, match=next(iter(option))):
+            overspill.offload(model, UVA, device="emulated", **option)
+    with pytest.raises(ConfigError, match="tokens is 0"):
+        overspill.offload(model, UVA, device="emulated", tokens=0)
+
+
+def test_a_model_is_offloaded_once() -> None:
+    placed = overspill.offload(TINY["llama"].model(), UVA, device="emulated", tokens=CONTEXT)
+    with pytest.raises(ConfigError, match="offloaded already"):
+        overspill.offload(placed.model, PREFETCH, device="emulated", tokens=CONTEXT)

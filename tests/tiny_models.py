@@ -146,7 +146,7 @@ TINY: Mapping[str, Tiny] = {
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 8,
-            "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+            "layer_types": ["full_attention", "linear_attention", "full_attention"] * 2,
         },
     ),
     "kimi_linear": Tiny(
@@ -165,7 +165,7 @@ TINY: Mapping[str, Tiny] = {
             "num_key_value_heads": 5,
             "linear_head_dim": 8,
             "linear_num_heads": 3,
-            "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+            "layer_types": ["full_attention", "linear_attention", "full_attention"] * 2,
         },
     ),
     "nemotron_h": Tiny(

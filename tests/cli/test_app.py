@@ -31,7 +31,7 @@ REFUSED_UNSEEN: list[tuple[list[str], str]] = [
     (["--cpu-offload-gb", "1", "--cpu-offload-params", "*.experts"], '"*.experts"'),
     (["--cpu-offload-params", "experts"], '"uva.cpu_offload_gb" is 0: nothing would move'),
     (["--cpu-offload-gb", "3Gb"], '"cpu_offload_gb" is "3Gb"'),
-    (["--cpu-offload-gb", "-1"], '"cpu_offload_gb" is "-1"'),
+    (["--cpu-offload-gb", "-1"], '"uva.cpu_offload_gb" is "-1"'),
     (["--device", "emulated", "--device-memory", "plenty"], '"device_memory" is "plenty"'),
     (["--device", "emulated", "--device-memory", "0"], '"device_memory_bytes" is 0'),
     (["--device", "cpu", "--device-memory", "2"], "the cpu has no memory of its own"),

@@ -101,7 +101,7 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(UnsupportedModelError, match="no_such_model") as refused:
         hf.load_config(tmp_path)
-    assert "config.json" in (refused.value.hint or "")
+    assert refused.value.hint
     (tmp_path / "config.json").unlink()
     with pytest.raises(UnsupportedModelError, match="cannot read"):
         hf.load_config(tmp_path)

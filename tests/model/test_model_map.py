@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers import (
 
 from emulated_runs import CONTEXT, emulated, mapped, planned
 from overspill.checkpoint import open_checkpoint
-from overspill.errors import UnsupportedModelError
+from overspill.errors import ConfigError, UnsupportedModelError
 from overspill.machine.arena import Arena
 from overspill.model import hf
 from overspill.model.map import context_tokens, conversions, map_live, read_config, resolve_dtype
@@ -343,11 +344,24 @@ def test_a_live_model_without_values_is_refused() -> None:
 # -- configuration -----------------------------------------------------------------------------------------------------
 
 
+def test_a_quantised_checkpoint_is_refused_by_its_configuration(tiny: MakeTiny, tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    shutil.copytree(tiny("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"quantised \(.*fp8") as refused:
+        mapped(folder)
+    assert "GGUF" in (refused.value.hint or "")
+
+
 def test_the_context_is_what_was_asked_or_the_models_own_up_to_a_limit() -> None:
     assert context_tokens(LlamaConfig(max_position_embeddings=777), None) == 777
     assert context_tokens(LlamaConfig(max_position_embeddings=131072), None) == 4096
     assert context_tokens(LlamaConfig(max_position_embeddings=131072), 9000) == 9000
     assert context_tokens(PretrainedConfig(), None) == 4096
+    with pytest.raises(ConfigError, match=r"max_model_len is 778, .* made for 777 tokens"):
+        context_tokens(LlamaConfig(max_position_embeddings=777), 778)
 
 
 @pytest.mark.parametrize(
