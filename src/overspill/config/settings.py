@@ -80,7 +80,7 @@ class EngineSettings(Frozen):
     max_model_len: Annotated[int, Field(gt=0, strict=True)] | None = Field(
         default=None, description="tokens of prompt and answer together; absent is the model's own limit"
     )
-    max_num_seqs: int = Field(default=1, gt=0, strict=True, description="requests computed at the same time")
+    max_num_seqs: int = Field(default=1, gt=0, strict=True, description="sequences that memory is planned for")
     revision: str | None = Field(default=None, description="branch, tag or commit of a hub model")
     seed: int = Field(default=0, ge=0, lt=2**63, strict=True, description="seed of sampling")
     trust_remote_code: bool = Field(default=False, strict=True, description="whether a model may bring code of its own")
