@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,10 +86,9 @@ def measure(scale: Scale, tell: Callable[[str], None]) -> Report:
     report.limits["copy, one thread_gbps"] = memmove
     weights = models.random_weights(scale.config, torch.float32)
     ids = torch.arange(scale.sequences).view(-1, 1) % 2048
-    moved, computing = _calibrate(scale, weights, ids)
     for factor in scale.factors:
         tell(f"link time {factor} x computing")
-        sides = _sides(scale, weights, ids, moved, factor * computing)
+        sides = _sides(scale, weights, ids, factor)
         expected = sides[0].run()
         for side in sides[1:]:
             assert torch.equal(side.run(), expected), f"{side.way}: not the resident model's logits"
@@ -155,27 +154,16 @@ class Side:
             self.moved_bytes = _step_bytes(self.placed)
 
 
-def _calibrate(scale: Scale, weights: models.Weights, ids: torch.Tensor) -> tuple[dict[str, int], float]:
-    """Bytes that each way moves in a step, and the seconds of computing."""
-    moved = {}
-    for way, document in _documents(weights).items():
-        if document is not None:
-            moved[way] = _step_bytes(_place(scale, weights, document, _UNLIMITED))
+def _sides(scale: Scale, weights: models.Weights, ids: torch.Tensor, factor: float) -> list[Side]:
+    """The resident model first; then every other way with a link that takes `factor` times its computing."""
     resident = _side("resident", _place(scale, weights, None, _UNLIMITED), ids)
-    for _ in range(3):
-        resident.sample(scale.passes)
-    return moved, statistics.median(resident.samples)
-
-
-def _sides(
-    scale: Scale, weights: models.Weights, ids: torch.Tensor, moved: Mapping[str, int], link_s: float
-) -> list[Side]:
-    """The resident model first; every other way with a link that carries what it moves in `link_s`."""
-    sides = []
+    link_s = factor * statistics.median(_seconds(resident) for _ in range(5))
+    sides = [resident]
     for way, document in _documents(weights).items():
-        link = _UNLIMITED if document is None else Link(moved[way] / link_s, 0.0, measured=False)
+        moved = _step_bytes(_place(scale, weights, document, _UNLIMITED))
+        link = Link(moved / link_s, 0.0, measured=False)
         sides.append(_side(way, _place(scale, weights, document, link), ids))
-        sides[-1].link = link if document is not None else None
+        sides[-1].link = link
     plain = models.assemble(scale.config, _aligned_copy(weights))
     sides.append(Side(PLAIN, _plain(plain, ids)))
     with suppress(ImportError):
@@ -186,10 +174,15 @@ def _sides(
     return sides
 
 
-def _documents(weights: models.Weights) -> dict[str, dict[str, Any] | None]:
+def _seconds(side: Side) -> float:
+    begun = time.perf_counter()
+    side.forward()
+    return time.perf_counter() - begun
+
+
+def _documents(weights: models.Weights) -> dict[str, dict[str, Any]]:
     decoder = sum(tensor.nbytes for name, tensor in weights.items() if ".layers." in name)
-    ways: dict[str, dict[str, Any] | None] = {
-        "resident": None,
+    ways: dict[str, dict[str, Any]] = {
         "uva": {"uva": {"cpu_offload_gb": _SHARE * decoder / (1 << 30), "cpu_offload_params": ["mlp", "self_attn"]}},
     }
     for way, (group, step) in PREFETCH.items():

@@ -2,36 +2,28 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    Gemma3Config,
     LlamaConfig,
-    OpenAIGPTConfig,
     PretrainedConfig,
-    SiglipVisionConfig,
 )
 
-from emulated_runs import CONTEXT, emulated, mapped, planned
+from emulated_runs import CONTEXT, emulated, mapped
 from overspill.checkpoint import open_checkpoint
 from overspill.errors import ConfigError, UnsupportedModelError
 from overspill.machine.arena import Arena
 from overspill.model import hf
 from overspill.model.map import context_tokens, conversions, map_live, read_config, resolve_dtype
 from overspill.model.sources import Extents, Live
-from overspill.model.stacks import Stack, find_stacks
-from overspill.model.weights import ModelMap, Role, Routing
+from overspill.model.weights import Role
 from overspill.offload.loader import fill
 from tiny_models import ARCHITECTURES, TINY, MakeTiny
-
-Tensors = dict[str, torch.Tensor]
 
 
 def from_pretrained(folder: Path, dtype: torch.dtype) -> nn.Module:
@@ -90,231 +82,6 @@ def test_tied_weights_count_once(tiny: MakeTiny) -> None:
     untied = mapped(tiny("llama"))
     assert untied.nbytes - model.nbytes == tied.nbytes
     assert untied.weights[0].step_bytes(1) == untied.weights[0].nbytes / 128
-
-
-# -- roles -------------------------------------------------------------------------------------------------------------
-
-
-def roles(model: ModelMap, layer: int) -> dict[str, Role]:
-    return {w.name.relative: w.role for w in model if w.name.layer == layer and w.name.relative is not None}
-
-
-def test_roles_of_a_mixture_of_experts(tiny: MakeTiny) -> None:
-    model = mapped(tiny("qwen3_moe"))
-    assert roles(model, 3) == {
-        "self_attn.q_proj.weight": Role.ATTENTION,
-        "self_attn.k_proj.weight": Role.ATTENTION,
-        "self_attn.v_proj.weight": Role.ATTENTION,
-        "self_attn.o_proj.weight": Role.ATTENTION,
-        "self_attn.q_norm.weight": Role.NORM,
-        "self_attn.k_norm.weight": Role.NORM,
-        "mlp.experts.gate_up_proj": Role.ROUTED_EXPERT,
-        "mlp.experts.down_proj": Role.ROUTED_EXPERT,
-        "mlp.gate.weight": Role.ROUTER,
-        "input_layernorm.weight": Role.NORM,
-        "post_attention_layernorm.weight": Role.NORM,
-    }
-    outside = {w.full: w.role for w in model if w.name.layer is None}
-    assert outside == {
-        "model.embed_tokens.weight": Role.EMBEDDING,
-        "model.norm.weight": Role.NORM,
-        "lm_head.weight": Role.HEAD,
-    }
-
-
-def test_roles_of_shared_experts_and_of_a_dense_first_layer(tiny: MakeTiny) -> None:
-    model = mapped(tiny("deepseek_v2"))
-    dense, sparse = roles(model, 0), roles(model, 1)
-    projections = ("gate_proj", "up_proj", "down_proj")
-    assert {n: r for n, r in dense.items() if n.startswith("mlp.")} == {
-        f"mlp.{p}.weight": Role.DENSE_MLP for p in projections
-    }
-    assert {n: r for n, r in sparse.items() if n.startswith("mlp.")} == {
-        "mlp.experts.gate_up_proj": Role.ROUTED_EXPERT,
-        "mlp.experts.down_proj": Role.ROUTED_EXPERT,
-        "mlp.gate.weight": Role.ROUTER,
-        **{f"mlp.shared_experts.{p}.weight": Role.SHARED_EXPERT for p in projections},
-    }
-    assert dense["self_attn.kv_a_proj_with_mqa.weight"] is Role.ATTENTION
-    assert dense["self_attn.kv_a_layernorm.weight"] is Role.NORM
-
-
-def test_roles_where_every_block_is_called_a_mixer(tiny: MakeTiny) -> None:
-    model = mapped(tiny("nemotron_h"))
-    assert roles(model, 0)["mixer.in_proj.weight"] is Role.ATTENTION
-    assert roles(model, 1)["mixer.experts.up_proj"] is Role.ROUTED_EXPERT
-    assert roles(model, 1)["mixer.shared_experts.up_proj.weight"] is Role.SHARED_EXPERT
-    assert roles(model, 1)["mixer.gate.e_score_correction_bias"] is Role.BUFFER
-    assert roles(model, 2)["mixer.q_proj.weight"] is Role.ATTENTION
-    assert roles(model, 3)["mixer.up_proj.weight"] is Role.DENSE_MLP
-
-
-def test_a_step_reads_its_share_of_the_experts(tiny: MakeTiny) -> None:
-    model = mapped(tiny("gpt_oss"))
-    experts = [w for w in model if w.role is Role.ROUTED_EXPERT]
-    assert len(experts) == 6 * 4  # weights and biases
-    assert {w.routing for w in experts} == {Routing(experts=6, top_k=2)}
-    assert experts[0].step_bytes(1) == pytest.approx(experts[0].nbytes / 3)
-    assert experts[0].step_bytes(2) == pytest.approx(experts[0].nbytes * (1 - (2 / 3) ** 2))
-    assert experts[0].step_bytes(1000) == pytest.approx(experts[0].nbytes)
-    assert all(w.routing is None for w in model if w.role is not Role.ROUTED_EXPERT)
-
-
-# -- stacks ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_stack_of_every_tiny_model_is_found(name: str) -> None:
-    skeleton = hf.build_skeleton(TINY[name].config(), torch.float32)
-    assert find_stacks(skeleton) == (Stack("model.layers", 8 if name == "nemotron_h" else 6, tower=False),)
-
-
-def test_a_vision_tower_is_no_decoder_though_it_has_more_layers() -> None:
-    text = TINY["gemma3"].config()
-    vision = SiglipVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=9, num_attention_heads=1, image_size=16, patch_size=8
-    )
-    config = Gemma3Config(text_config=text.to_dict(), vision_config=vision.to_dict(), mm_tokens_per_image=4)
-    decoder, tower = find_stacks(hf.build_skeleton(config, torch.float32))
-    assert (decoder.path, decoder.layers, decoder.tower) == ("model.language_model.layers", 6, False)
-    assert (tower.layers, tower.tower) == (9, True)
-    assert tower.path.startswith("model.vision_tower")
-
-
-def test_an_architecture_without_marked_layers_has_its_largest_list() -> None:
-    config = OpenAIGPTConfig(vocab_size=8, n_positions=8, n_embd=4, n_layer=3, n_head=1)
-    assert find_stacks(hf.build_skeleton(config, torch.float32)) == (Stack("transformer.h", 3, tower=False),)
-
-
-def test_a_model_without_layers_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="Sequential has no stack of layers"):
-        find_stacks(nn.Sequential(nn.Linear(2, 2)))
-
-
-# -- checkpoints that do not fit ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def changed(tiny: MakeTiny, tmp_path: Path) -> Callable[[str, Callable[[Tensors], object]], Path]:
-    """A checkpoint with its tensors edited, and nothing else."""
-
-    def change(name: str, edit: Callable[[Tensors], object]) -> Path:
-        folder = tmp_path / name
-        shutil.copytree(tiny(name), folder)
-        tensors = load_file(folder / "model.safetensors")
-        edit(tensors)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        return folder
-
-    return change
-
-
-def without(*names: str) -> Callable[[Tensors], object]:
-    return lambda tensors: [tensors.pop(name) for name in names]
-
-
-def replaced(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], object]:
-    return lambda tensors: tensors.update({name: change(tensors[name]).contiguous()})
-
-
-EXPERT = "model.layers.2.mlp.experts.3"
-
-
-@pytest.mark.parametrize(
-    ("name", "edit", "told"),
-    [
-        (
-            "llama",
-            without("model.layers.3.mlp.down_proj.weight", "lm_head.weight"),
-            ["2 parameters have no source", "model.layers.3.mlp.down_proj.weight", "lm_head.weight"],
-        ),
-        ("llama_tied", without("model.embed_tokens.weight"), ["no source", "model.embed_tokens.weight"]),
-        (
-            "llama",
-            replaced("model.layers.3.mlp.down_proj.weight", lambda t: t[:-1]),
-            ["model.layers.3.mlp.down_proj.weight [34, 45] (model: [35, 45])"],
-        ),
-        (
-            "qwen3_moe",
-            without(f"{EXPERT}.down_proj.weight"),
-            ["mlp.experts.down_proj [5, 35, 11] (model: [6, 35, 11]", f"missing: {EXPERT}.down_proj.weight"],
-        ),
-        (
-            "qwen3_moe",
-            without(f"{EXPERT}.up_proj.weight"),
-            ["model.layers.2.mlp.experts.gate_up_proj", f"missing: {EXPERT}.up_proj.weight"],
-        ),
-        (
-            "qwen3_moe",
-            without(f"{EXPERT}.gate_proj.weight", f"{EXPERT}.up_proj.weight"),
-            [f"missing: {EXPERT}.gate_proj.weight, {EXPERT}.up_proj.weight"],
-        ),
-        (
-            "qwen3_moe",
-            without(*(f"model.layers.2.mlp.experts.{e}.up_proj.weight" for e in range(6))),
-            ["model.layers.2.mlp.experts.gate_up_proj", "missing: mlp.experts.*.up_proj.weight"],
-        ),
-        (
-            "qwen3_moe",
-            without(*(f"{EXPERT[:-1]}{e}.{p}_proj.weight" for e in range(6) for p in ("gate", "up", "down"))),
-            ["2 parameters have no source", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        ),
-        (
-            "qwen3_moe",
-            replaced(f"{EXPERT}.gate_proj.weight", lambda t: t[:-1]),
-            ["model.layers.2.mlp.experts.gate_up_proj ("],
-        ),
-        (
-            "llama",
-            replaced("model.layers.0.self_attn.q_proj.weight", lambda t: t.to(torch.float8_e4m3fn)),
-            ["quantised", "model.layers.0.self_attn.q_proj.weight (float8_e4m3fn)"],
-        ),
-        (
-            "qwen3_moe",
-            replaced(f"{EXPERT}.gate_proj.weight", lambda t: t.to(torch.int8)),
-            ["quantised", f"{EXPERT}.gate_proj.weight (int8)"],
-        ),
-    ],
-)
-def test_a_checkpoint_that_does_not_make_the_model_is_refused_before_anything_is_read(
-    name: str,
-    edit: Callable[[Tensors], object],
-    told: list[str],
-    changed: Callable[[str, Callable[[Tensors], object]], Path],
-) -> None:
-    with pytest.raises(UnsupportedModelError) as refused:
-        planned(changed(name, edit))
-    for part in told:
-        assert part in refused.value.message
-    assert refused.value.hint
-    assert refused.value.exit_code == 3
-
-
-def test_tensors_that_nobody_wants_are_told(changed: Callable[[str, Callable[[Tensors], object]], Path]) -> None:
-    extra = {
-        "model.layers.9.mlp.down_proj.weight": torch.ones(3),
-        "vision.x": torch.ones(2),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),  # of old files, rebuilt here
-    }
-    plan = planned(changed("llama", lambda tensors: tensors.update(extra)))
-    assert sorted(plan.model.unused) == ["model.layers.9.mlp.down_proj.weight", "vision.x"]
-    assert any("2 checkpoint tensors" in note and "vision.x" in note for note in plan.notes)
-
-
-def test_an_expert_of_another_dtype_is_still_stacked_right(
-    changed: Callable[[str, Callable[[Tensors], object]], Path], tiny: MakeTiny
-) -> None:
-    """Then the parts are no run of bytes, and the stack is made while loading."""
-    folder = changed("mixtral", replaced("model.layers.1.block_sparse_moe.experts.2.w2.weight", torch.Tensor.double))
-    model = mapped(folder)
-    ((weight, why),) = conversions(model.weights)
-    assert (weight.full, why) == ("model.layers.1.mlp.experts.down_proj", "MergeModulelist(0)")
-    device = emulated()
-    arena = Arena(device.allocate(sum(w.nbytes + 64 for w in model), "weights"))
-    targets = {w.full: arena.take(w.shape, w.dtype) for w in model}
-    fill(targets, model, device)
-    assert torch.equal(targets[weight.full], TINY["mixtral"].model().state_dict()[weight.full])
-    assert tiny("mixtral") != folder
 
 
 # -- live models -------------------------------------------------------------------------------------------------------
