@@ -13,7 +13,7 @@ import torch
 import overspill
 from emulated_runs import PROMPT, gib
 from overspill import api
-from overspill.errors import CapacityError, CheckpointError, ConfigError, UnsupportedModelError
+from overspill.errors import CapacityError, CheckpointError, ConfigError, OverspillWarning, UnsupportedModelError
 from overspill.machine.emulated import EmulatedDevice
 from overspill.model.hf import cache_of
 from overspill.model.map import map_live
@@ -236,3 +236,8 @@ def test_a_model_is_offloaded_once() -> None:
     placed = overspill.offload(TINY["llama"].model(), UVA, device="emulated", tokens=CONTEXT)
     with pytest.raises(ConfigError, match="offloaded already"):
         overspill.offload(placed.model, PREFETCH, device="emulated", tokens=CONTEXT)
+
+
+def test_what_yields_to_something_else_is_warned_of(tiny: MakeTiny) -> None:
+    with pytest.warns(OverspillWarning, match="cpu_offload_gb asks for"):
+        overspill.load(tiny("llama"), {"uva": {"cpu_offload_gb": 1}}, device="emulated")

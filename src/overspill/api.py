@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ from overspill.config import OffloadConfig, Settings, resolve
 from overspill.config.settings import FLAGS
 from overspill.engine import Engine
 from overspill.engine.tokens import tokenizer_of
-from overspill.errors import ConfigError
+from overspill.errors import ConfigError, OverspillWarning
 from overspill.machine.device import Device
 from overspill.machine.select import select_device
 from overspill.model.gguf import generation_config_from_gguf
@@ -105,7 +106,14 @@ def load(
     **options: Any,
 ) -> Engine:
     """Plan `model` and carry the plan out; the arguments are `plan`'s. The engine owns all memory."""
-    return start(prepare(model, settings_of(offload_config, options)), progress)
+    prepared = prepare(model, settings_of(offload_config, options))
+    _warn(prepared.plan)
+    return start(prepared, progress)
+
+
+def _warn(made: Plan) -> None:
+    for warning in made.warnings:
+        warnings.warn(warning, OverspillWarning, stacklevel=3)
 
 
 def offload(model: nn.Module, offload_config: OffloadDocument, *, tokens: int = 512, **options: Any) -> PlacedModel:
@@ -134,6 +142,7 @@ def offload(model: nn.Module, offload_config: OffloadDocument, *, tokens: int = 
     refuse_device(settings, device)
     mapped = map_live(model, tokens=tokens, sequences=settings.engine.max_num_seqs)
     made = make_plan(mapped, settings, device, context_tokens=tokens)
+    _warn(made)
     model.eval().requires_grad_(False)  # from here on the model is changed
     setattr(model, _PLACED, True)
     return place(made, device, debug=settings.engine.debug)

@@ -179,7 +179,7 @@ def _forecast(plan: Plan) -> Forecast:
     link, memory, ring = plan.step.link, plan.memory, plan.ring
     zero_copy = _zero_copy_weights(plan)
     zero_copy_bytes = sum(weight.step_bytes(1) for weight in zero_copy)
-    transfers = len(ring.layers) if ring is not None else 0
+    transfers = len(ring.copied) if ring is not None else 0
     return Forecast(
         backend=plan.backend,
         offloaded_bytes=plan.offloaded_bytes,
