@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 import torch
@@ -66,11 +67,16 @@ def _packed(flat: np.ndarray, record: TensorRecord, dtype: torch.dtype) -> torch
         if len(starts) == 1:
             decode(0)
         else:
-            with ThreadPoolExecutor(THREADS) as pool:
-                list(pool.map(decode, starts))
+            list(_decoders().map(decode, starts))
     except NotImplementedError as error:
         raise _unknown(record) from error
     return values
+
+
+@cache
+def _decoders() -> ThreadPoolExecutor:
+    """Kept between tensors: starting threads for each took as long as decoding it."""
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="overspill-decode")
 
 
 def _unknown(record: TensorRecord) -> UnsupportedModelError:
