@@ -1,7 +1,6 @@
 """Offload never changes an answer: every way of offloading against the resident model, bit by bit, buffers poisoned.
 
-Before that, the zero-copy probe; after it, a ring under load: 200 steps while other work keeps the device and the link
-busy.
+Before that, the zero-copy probe; after it, a ring under load: 200 steps while other work keeps a GPU and its link busy.
 """
 
 from __future__ import annotations
@@ -146,7 +145,8 @@ def _under_load(run: Run) -> list[str]:
     wrong: list[str] = []
     for group, number, step in ((1, 1, 2), (2, 1, 1), (1, 1, 1))[: 1 if run.size == "toy" else 3]:
         for poison in (False, True):
-            way = f"{steps} steps under load: prefetch, {number} of {group}, step {step}" + ", poisoned" * poison
+            how = "under load" if run.on_gpu else "in a row"
+            way = f"{steps} steps {how}: prefetch, {number} of {group}, step {step}" + ", poisoned" * poison
             if run.short_of_time(way, 10):
                 continue
             placed = _place(run, subject, weights, prefetch(group, number, step), {}, poison=poison)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import overspill
 from overspill.errors import ConfigError, UnsupportedModelError
+from overspill.model.hf import cache_argument, cache_of
 
 PREFETCH = {"prefetch": {"offload_group_size": 1}}
 WAYS = {
@@ -43,14 +44,14 @@ def logits(model: Any, placed: Any) -> list[torch.Tensor]:
     """A prompt pass and a decode step."""
     with placed.running():
         first = model(placed.device.to_device(IDS), use_cache=True)
-        second = model(placed.device.to_device(NEXT), past_key_values=first.past_key_values, use_cache=True)
+        second = model(placed.device.to_device(NEXT), **{cache_argument(model): cache_of(first)}, use_cache=True)
     return [first.logits, second.logits]
 
 
 def plain(model: Any) -> list[torch.Tensor]:
     with torch.no_grad():
         first = model(IDS, use_cache=True)
-        return [first.logits, model(NEXT, past_key_values=first.past_key_values, use_cache=True).logits]
+        return [first.logits, model(NEXT, **{cache_argument(model): cache_of(first)}, use_cache=True).logits]
 
 
 def tie_two_layers(model: Any) -> None:
@@ -80,6 +81,7 @@ def read_when_decoding(model: Any) -> None:
     model.model.forward = reading
 
 
+@pytest.mark.filterwarnings("ignore::overspill.errors.OverspillWarning")  # budgets above all there is, on purpose
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shared", [tie_two_layers, share_a_module, share_a_buffer, read_when_decoding])
 def test_what_is_shared_stays_right(shared: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
