@@ -5,12 +5,22 @@ Imports neither torch nor transformers, so that a wrong setting is told at once.
 
 from __future__ import annotations
 
-from .document import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig, parse_offload_config
-from .environment import Environment, apply_environment
-from .extension import ExtensionConfig, PlacementOverride, unbuilt_refusals
-from .selectors import WeightName, check_selector, closest, matches
-from .settings import FLAGS, EngineSettings, Settings, read_document, resolve
-from .sizes import GIB, KIB, MIB, TIB, format_bytes, format_gib, parse_bandwidth, parse_bytes, parse_duration
+from overspill.config.document import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig, parse_offload_config
+from overspill.config.environment import Environment, apply_environment
+from overspill.config.extension import ExtensionConfig, PlacementOverride, unbuilt_refusals
+from overspill.config.selectors import WeightName, check_selector, closest, matches
+from overspill.config.settings import FLAGS, EngineSettings, Settings, read_document, resolve
+from overspill.config.sizes import (
+    GIB,
+    KIB,
+    MIB,
+    TIB,
+    format_bytes,
+    format_gib,
+    parse_bandwidth,
+    parse_bytes,
+    parse_duration,
+)
 
 __all__ = [
     "FLAGS",

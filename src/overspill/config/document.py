@@ -15,12 +15,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AliasChoices, BeforeValidator, Field, PlainSerializer, model_validator
 from pydantic_core import PydanticKnownError
 
+from overspill.config.extension import ExtensionConfig
+from overspill.config.refusals import Frozen, shown, validated
+from overspill.config.selectors import check_selector
+from overspill.config.sizes import GIB
 from overspill.errors import ConfigError, OverspillWarning
-
-from .extension import ExtensionConfig
-from .refusals import Frozen, shown, validated
-from .selectors import check_selector
-from .sizes import GIB
 
 SUBJECT = "offload config"
 

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from overspill.config.extension import ExtensionConfig
+from overspill.config.refusals import shown, validated
 from overspill.errors import ConfigError
-
-from .extension import ExtensionConfig
-from .refusals import shown, validated
 
 DISABLE_PIN_MEMORY = "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY"
 DISABLE_UVA = "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA"

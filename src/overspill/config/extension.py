@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from overspill.config.refusals import Frozen, refusal
 from overspill.errors import ConfigError
-
-from .refusals import Frozen, refusal
 
 MAX_N_CPU_MOE = 4096
 """Upper bound of `placement.n_cpu_moe` (vllm.cpp's kMaxNCpuMoe; the figure is llama.cpp's for overrides)."""

@@ -10,9 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from overspill.errors import ConfigError
-
-from .document import (
+from overspill.config.document import (
     SUBJECT,
     OffloadConfig,
     PrefetchOffloadConfig,
@@ -20,10 +18,11 @@ from .document import (
     document_fields,
     parse_offload_config,
 )
-from .environment import Environment, apply_environment
-from .extension import unbuilt_refusals
-from .refusals import Frozen, did_you_mean, shown, validated
-from .sizes import GIB, parse_bandwidth, parse_bytes, parse_duration
+from overspill.config.environment import Environment, apply_environment
+from overspill.config.extension import unbuilt_refusals
+from overspill.config.refusals import Frozen, did_you_mean, shown, validated
+from overspill.config.sizes import GIB, parse_bandwidth, parse_bytes, parse_duration
+from overspill.errors import ConfigError
 
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "offload_backend": ("offload_backend",),
