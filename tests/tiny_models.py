@@ -2,6 +2,7 @@
 
 Hidden and intermediate sizes are odd on purpose: rows, and single experts of a stack, then start at addresses that are
 no multiple of 16, which is where a copy that forgets alignment shows (docs/architecture.md, "Same bits in every tier").
+Rotary sizes are not: torch's product of two or three complex numbers has two results (docs/measurements/bits.md).
 """
 
 from __future__ import annotations
@@ -129,9 +130,9 @@ TINY: Mapping[str, Tiny] = {
             "kv_lora_rank": 10,
             "q_lora_rank": 13,
             "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 4,
+            "qk_rope_head_dim": 16,
             "v_head_dim": 8,
-            "head_dim": 4,
+            "head_dim": 16,
             "num_key_value_heads": 5,
             "n_group": 1,
             "topk_group": 1,
