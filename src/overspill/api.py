@@ -66,7 +66,7 @@ def prepare(model: str | Path, settings: Settings, device: Device | None = None)
         config,
         resolve_dtype(engine.dtype, checkpoint, config, device.kind),
         tokens=tokens,
-        sequences=engine.max_num_seqs,
+        sequences=1 if engine.max_num_batched_tokens is not None else engine.max_num_seqs,
         trust_remote_code=engine.trust_remote_code,
     )
     return Prepared(make_plan(mapped, settings, device, context_tokens=tokens), device, checkpoint, settings)

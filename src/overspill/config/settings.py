@@ -80,6 +80,12 @@ class EngineSettings(Frozen):
         default=None, description="tokens of prompt and answer together; absent is the model's own limit"
     )
     max_num_seqs: int = Field(default=1, gt=0, strict=True, description="sequences that memory is planned for")
+    max_num_batched_tokens: int | None = Field(
+        default=None, gt=0, strict=True, description="tokens that one pass of a server computes; absent but there"
+    )
+    kv_cache_memory_bytes: (
+        Annotated[int, _text(parse_bytes, "kv_cache_memory_bytes"), Field(gt=0, strict=True)] | None
+    ) = Field(default=None, description="bytes of a server's KV cache; absent is what requests need or the device has")
     revision: str | None = Field(default=None, description="branch, tag or commit of a hub model")
     seed: int = Field(default=0, ge=0, lt=2**63, strict=True, description="seed of sampling")
     trust_remote_code: bool = Field(default=False, strict=True, description="whether a model may bring code of its own")
@@ -94,6 +100,11 @@ class EngineSettings(Frozen):
                 f'"device_memory_bytes" is {self.device_memory_bytes}, but the cpu has no memory of its own: '
                 "it computes in host memory",
                 hint='remove it, or use device "emulated" or "cuda"',
+            )
+        if self.kv_cache_memory_bytes is not None and self.max_num_batched_tokens is None:
+            raise ConfigError(
+                f'"kv_cache_memory_bytes" is {self.kv_cache_memory_bytes}, but only a server shares out a KV cache',
+                hint="overspill serve, or max_num_seqs and max_model_len, which say what the cache must hold",
             )
         for field, value in (
             ("link_bandwidth", self.link_bandwidth),

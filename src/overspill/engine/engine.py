@@ -76,7 +76,7 @@ class Engine:
         params = params or SamplingParams()
         ids = self.encode(prompt, chat=chat)
         refuse_length(len(ids), params.max_tokens, self.plan.context_tokens)
-        self._refuse_unknown(ids)
+        self.refuse_unknown(ids)
         eos = [] if ignore_eos else self.eos_token_ids()
         device = self.placed.device
         model: Any = self.placed.model
@@ -116,7 +116,8 @@ class Engine:
                 return [int(token) for token in (value if isinstance(value, list | tuple) else [value])]
         return []
 
-    def _refuse_unknown(self, ids: Sequence[int]) -> None:
+    def refuse_unknown(self, ids: Sequence[int]) -> None:
+        """ConfigError where one of `ids` is not in the model's vocabulary."""
         vocabulary = self._text_config.vocab_size
         unknown = [token for token in ids if not 0 <= token < vocabulary]
         if unknown:

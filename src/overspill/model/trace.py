@@ -24,7 +24,8 @@ from overspill.model.stacks import Stack
 class Trace:
     """What a prompt pass over `tokens` tokens of each of `sequences` sequences does, and a decode step after it.
 
-    `kv_cache_bytes` is the cache after the prompt, `working_bytes` the most that was held beside it and the weights.
+    `kv_cache_bytes` is the cache after the prompt, `kv_token_bytes` what one token takes in all its layers (also in
+    those that keep only a window), `working_bytes` the most that was held beside it and the weights.
     `outside_reads` are weights of a layer that were read while another module ran, `layer_order` the layers as they
     ran, as (stack path, number). `failure` says why the architecture could not be traced; the rest is then empty.
     `decode_failure` says why only the prompt pass could be.
@@ -33,6 +34,7 @@ class Trace:
     tokens: int
     sequences: int
     kv_cache_bytes: int = 0
+    kv_token_bytes: int = 0
     working_bytes: int = 0
     outside_reads: frozenset[str] = frozenset()
     layer_order: tuple[tuple[str, int], ...] = ()
@@ -87,6 +89,8 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
             output = model(input_ids=ids, use_cache=True, **extra)
             kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(cache_of(output))}
             kv_cache_bytes = sum(kept.values())
+            rows = [t for t in tensors_in(cache_of(output)) if t.dim() == 4 and t.shape[0] == sequences]
+            kv_token_bytes = sum(t[0, :, 0].numel() * t.element_size() for t in rows if t.shape[2])
             prompt_order = tuple(order)
         except Exception as error:  # an architecture's own code may do anything on meta; the reason is kept and shown
             return Trace(tokens, sequences, failure=_first_line(error))
@@ -100,6 +104,7 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
         tokens,
         sequences,
         kv_cache_bytes,
+        kv_token_bytes,
         max(0, observer.peak_bytes - kv_cache_bytes),
         frozenset(outside),
         prompt_order,

@@ -53,7 +53,7 @@ def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: 
     raise CapacityError(
         f"{plan.device_name}: {what} need {format_bytes(needed)} of device memory "
         f"(weights {format_bytes(memory.weights_bytes)}, buffer pool {format_bytes(memory.buffer_pool_bytes)}, "
-        f"KV cache {format_bytes(memory.kv_cache_bytes or 0)} for {plan.sequences} x {plan.context_tokens} tokens"
+        f"KV cache {format_bytes(memory.kv_cache_bytes or 0)} for {plan.kv_cache_for}"
         f"{named}), the limit is {format_bytes(limit)}",
         hint=f"offload {format_bytes(needed + working_bytes - limit)} more ({settled}), or allow {relief}"
         if settled is not None

@@ -137,6 +137,7 @@ class Plan:
     """What will be where. `notes` are said once; `backend` is None where nothing is offloaded.
 
     `buffers_bytes` are rebuilt buffers that no checkpoint holds; they are part of the device's weights.
+    `kv_cache_tokens` is about what a server's KV cache holds, None where it holds `sequences` of the whole context.
     """
 
     model: ModelMap
@@ -152,12 +153,20 @@ class Plan:
     memory: MemoryForecast
     step: StepForecast
     buffers_bytes: int
+    kv_cache_tokens: int | None = None
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     _by_name: Mapping[str, Placement] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_by_name", {p.weight.full: p for p in self.placements})
+
+    @property
+    def kv_cache_for(self) -> str:
+        """What the KV cache is for, for people."""
+        if self.kv_cache_tokens is None:
+            return f"{self.sequences} x {self.context_tokens} tokens"
+        return f"{self.kv_cache_tokens} tokens of up to {self.sequences} requests"
 
     def of(self, name: str) -> Placement:
         return self._by_name[name]

@@ -14,6 +14,7 @@ from overspill.model.weights import ModelMap, Weight
 from overspill.plan.capacity import capacity_warnings, refuse_capacity
 from overspill.plan.placement import Access, MemoryForecast, Placement, Plan, StepForecast, Tier
 from overspill.plan.policy import Choice, choose
+from overspill.plan.server_cache import server_cache_tokens, server_memory
 
 
 def refuse_device(settings: Settings, device: Device) -> None:
@@ -39,7 +40,7 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
     choice = choose(model, settings.offload, zero_copy=zero_copy)
     placements = tuple(_place(weight, choice) for weight in model)
     buffers_bytes = _rebuilt_buffer_bytes(model)
-    memory = _memory(model, placements, choice, buffers_bytes, device)
+    memory = _memory(model, placements, choice, buffers_bytes, device, settings)
     plan = Plan(
         model=model,
         backend=settings.offload.resolved_backend,
@@ -54,13 +55,14 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
         memory=memory,
         step=_step(placements, choice, settings.engine.max_num_seqs, device),
         buffers_bytes=buffers_bytes,
+        kv_cache_tokens=server_cache_tokens(memory, model.trace, settings.engine),
         notes=(*settings.notes, *choice.notes, *_model_notes(model)),
         warnings=(*choice.warnings, *capacity_warnings(memory)),
     )
 
     def forecast(offload: OffloadConfig) -> MemoryForecast:
         other = choose(model, offload, zero_copy=zero_copy)
-        return _memory(model, tuple(_place(weight, other) for weight in model), other, buffers_bytes, device)
+        return _memory(model, tuple(_place(weight, other) for weight in model), other, buffers_bytes, device, settings)
 
     refuse_capacity(plan, settings, unified=device.unified, forecast=forecast)
     return plan
@@ -81,13 +83,18 @@ def _rebuilt_buffer_bytes(model: ModelMap) -> int:
 
 
 def _memory(
-    model: ModelMap, placements: tuple[Placement, ...], choice: Choice, buffers_bytes: int, device: Device
+    model: ModelMap,
+    placements: tuple[Placement, ...],
+    choice: Choice,
+    buffers_bytes: int,
+    device: Device,
+    settings: Settings,
 ) -> MemoryForecast:
     sizes = {
         tier: packed_bytes(p.weight.nbytes for p in placements if p.tier is tier) for tier in (Tier.DEVICE, Tier.HOST)
     }
     traced = model.trace if model.trace.failure is None else None
-    return MemoryForecast(
+    memory = MemoryForecast(
         weights_bytes=sizes[Tier.DEVICE] + buffers_bytes,
         buffer_pool_bytes=choice.ring.pool_bytes if choice.ring is not None else 0,
         kv_cache_bytes=traced.kv_cache_bytes if traced is not None else None,
@@ -96,6 +103,7 @@ def _memory(
         available_device_bytes=device.memory_bytes,
         available_host_bytes=host_available_bytes(),
     )
+    return server_memory(memory, traced, settings.engine) if traced is not None else memory
 
 
 def _step(placements: tuple[Placement, ...], choice: Choice, tokens: int, device: Device) -> StepForecast:

@@ -115,7 +115,7 @@ def _headline(plan: Plan) -> Text:
     return Text.assemble(
         (model.architecture, "bold"),
         f", {count / 1e9:.3f} B parameters, {format_bytes(model.nbytes)} in {_dtypes(plan)}, {stacks}\n",
-        f"on {plan.device_name}, {plan.sequences} x {plan.context_tokens} tokens, ",
+        f"on {plan.device_name}, {plan.kv_cache_for}, ",
         "nothing offloaded" if plan.backend is None else f"backend {plan.backend}",
         f" in {plan.order} order" if plan.backend == "uva" else "",
     )
@@ -177,7 +177,7 @@ def _memory_table(plan: Plan) -> Table:
     rows = [
         ("weights", memory.weights_bytes),
         ("buffer pool", memory.buffer_pool_bytes),
-        (f"KV cache, {plan.sequences} x {plan.context_tokens} tokens", memory.kv_cache_bytes),
+        (f"KV cache, {plan.kv_cache_for}", memory.kv_cache_bytes),
         ("working memory of a prompt pass", memory.working_bytes),
         ("together", memory.device_bytes),
         ("available", memory.available_device_bytes),

@@ -1,0 +1,168 @@
+"""Passes over the cache that an architecture makes itself: requests joined by row, or one at a time."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from overspill.engine.batching import Batching, Slice
+from overspill.engine.sequences import RunningSequence
+from overspill.model.hf import cache_argument, cache_of, tensors_in
+from overspill.model.hf_joined import join, select
+from overspill.offload.placed import PlacedModel
+
+
+class CachedModel:
+    """Runs `placed` over rows of equally many tokens, with the cache that it makes for itself."""
+
+    def __init__(self, placed: PlacedModel) -> None:
+        self.placed = placed
+        parameters = inspect.signature(placed.model.forward).parameters
+        self._cache_argument = cache_argument(placed.model)
+        self._takes_positions = "position_ids" in parameters
+        self._extra = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    def __call__(
+        self, ids: Sequence[Sequence[int]], cache: Any = None, lengths: Sequence[int] | None = None, padded: int = 0
+    ) -> tuple[torch.Tensor, Any]:
+        """Scores after the last token of each row, float32 [rows, vocabulary] on the CPU, and the cache.
+
+        With a `cache` of `padded` positions each row has one token, and row i holds `lengths[i]` positions, the last
+        ones of them.
+        """
+        device = self.placed.device
+        given: dict[str, Any] = dict(self._extra)
+        if cache is not None:
+            given[self._cache_argument] = cache
+        if lengths is not None:
+            mask = [[0] * (padded - length) + [1] * (length + 1) for length in lengths]
+            given["attention_mask"] = device.to_device(torch.tensor(mask))
+            if self._takes_positions:
+                given["position_ids"] = device.to_device(torch.tensor([[length] for length in lengths]))
+        with self.placed.running():
+            output = self.placed.model(input_ids=device.to_device(torch.tensor(ids)), use_cache=True, **given)
+            return output.logits[:, -1].float().cpu(), cache_of(output)
+
+
+class JoinedBatching(Batching):
+    """Requests decode together, one row each of a joined cache; a prompt is a pass of its own, at its full length.
+
+    A request is let in when the cache's memory would hold it and all others at their longest.
+    """
+
+    name = "joined by row"
+
+    def __init__(self, placed: PlacedModel, *, max_num_seqs: int, token_bytes: int) -> None:
+        context_tokens, budget_bytes = placed.plan.context_tokens, placed.plan.memory.kv_cache_bytes
+        self.model = CachedModel(placed)
+        self.max_num_seqs = max_num_seqs
+        self.max_request_tokens = context_tokens
+        rows = max_num_seqs if budget_bytes is None else budget_bytes // max(1, token_bytes * context_tokens)
+        self._budget_tokens = max(1, rows) * context_tokens
+        self._rows: list[RunningSequence] = []
+        self._cache: Any = None
+        self._padded = 0
+        self._decodes_next = False
+        self.description = (
+            f"joined by row: up to {max_num_seqs} requests decode together, each prompt is a pass of its own"
+        )
+
+    @property
+    def usage(self) -> float:
+        return min(1.0, len(self._rows) * self._padded / self._budget_tokens)
+
+    def compose(self, running: list[RunningSequence], waiting: deque[RunningSequence]) -> list[Slice]:
+        fits = waiting and len(running) < self.max_num_seqs and self._fits([*running, waiting[0]])
+        if fits and not (self._decodes_next and running):
+            self._decodes_next = True  # prompts and decoding take turns
+            sequence = waiting.popleft()
+            running.append(sequence)
+            return [Slice(sequence, sequence.remaining)]
+        self._decodes_next = False
+        return [Slice(sequence, 1) for sequence in running]
+
+    def _fits(self, sequences: list[RunningSequence]) -> bool:
+        return len(sequences) * max(s.final_length for s in sequences) <= self._budget_tokens or len(sequences) == 1
+
+    def forward(self, slices: list[Slice]) -> torch.Tensor:
+        first = slices[0].sequence
+        if first.computed == 0:
+            scores, first.held = self.model([first.tokens])
+            return scores
+        members = [s.sequence for s in slices]
+        with self.model.placed.running():
+            self._arrange(members)
+        lengths = [sequence.computed for sequence in members]
+        self._cache, before = None, self._cache
+        scores, self._cache = self.model([s.tokens[-1:] for s in members], before, lengths, self._padded)
+        self._padded += 1
+        return scores
+
+    def _arrange(self, members: list[RunningSequence]) -> None:
+        """Make the joined cache that of `members`: drop rows that have gone, join those that are new."""
+        if members == self._rows:
+            return
+        places = {sequence: row for row, sequence in enumerate(self._rows)}
+        kept = [sequence for sequence in members if sequence in places]
+        caches, lengths = [], []
+        if kept:
+            longest = max(sequence.computed for sequence in kept)
+            rows = [places[sequence] for sequence in kept]
+            caches.append(select(self._cache, rows, self._padded, longest))
+            lengths.append(longest)
+        new = [sequence for sequence in members if sequence not in places]
+        for sequence in new:
+            caches.append(sequence.held)
+            lengths.append(sequence.computed)
+            sequence.held = None
+        self._cache = join(caches, lengths)
+        self._padded = max(lengths)
+        self._rows = kept + new
+        assert self._rows == members, "new sequences run behind those that ran before"
+
+    def release(self, sequence: RunningSequence) -> None:
+        sequence.held = None
+        if self._cache is None or self._rows == [sequence]:  # a pass that threw has lost the joined cache
+            self._rows, self._cache, self._padded = [], None, 0
+
+
+class SingleBatching(Batching):
+    """One request at a time, to its end."""
+
+    name = "single"
+
+    def __init__(self, placed: PlacedModel, *, context_tokens: int, why: str) -> None:
+        self.model = CachedModel(placed)
+        self.max_request_tokens = context_tokens
+        self._length = 0
+        self.description = f"one request at a time: {why}"
+
+    @property
+    def usage(self) -> float:
+        return self._length / self.max_request_tokens
+
+    def compose(self, running: list[RunningSequence], waiting: deque[RunningSequence]) -> list[Slice]:
+        if not running and waiting:
+            running.append(waiting.popleft())
+        return [Slice(sequence, sequence.remaining) for sequence in running]
+
+    def forward(self, slices: list[Slice]) -> torch.Tensor:
+        sequence = slices[0].sequence
+        uncomputed = sequence.tokens[sequence.computed :] if sequence.held is not None else sequence.tokens
+        scores, sequence.held = self.model([uncomputed], sequence.held)
+        self._length = len(sequence.tokens)
+        return scores
+
+    def release(self, sequence: RunningSequence) -> None:
+        sequence.held = None
+        self._length = 0
+
+
+def cache_token_bytes(cache: Any, tokens: int) -> int:
+    """Bytes that a cache of one sequence of `tokens` tokens takes per token, states included."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(cache)}
+    return -(-sum(storages.values()) // tokens)
