@@ -99,6 +99,14 @@ TINY: Mapping[str, Tiny] = {
     "llama_tied": Tiny("LlamaConfig", {**_LLAMA, "tie_word_embeddings": True}),
     "llama_bf16": Tiny("LlamaConfig", _LLAMA, dtype=torch.bfloat16),
     "llama_sharded": Tiny("LlamaConfig", _LLAMA, max_shard_size="30KB"),
+    "llama_dynamic": Tiny(
+        "LlamaConfig",
+        {
+            **_LLAMA,
+            "max_position_embeddings": 16,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+        },
+    ),
     "qwen3": Tiny("Qwen3Config", {"intermediate_size": 45}),
     "qwen3_moe": Tiny("Qwen3MoeConfig", _QWEN3_MOE),
     "mixtral": Tiny("MixtralConfig", _MIXTRAL),

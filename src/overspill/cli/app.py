@@ -15,7 +15,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 import overspill
-from overspill.cli import compare, plan, run
+from overspill.cli import compare, plan, run, serve
 from overspill.cli.arguments import LISTS, normalise
 from overspill.cli.help import GroupedCommand
 from overspill.errors import ConfigError, DefectError, OverspillError, OverspillWarning
@@ -30,6 +30,7 @@ app = typer.Typer(
 )
 app.command("plan", cls=GroupedCommand)(plan.command)
 app.command("run", cls=GroupedCommand)(run.command)
+app.command("serve", cls=serve.ServeCommand)(serve.command)
 app.command("compare", cls=GroupedCommand, short_help="Run with and without the offload, and judge.")(compare.command)
 
 

@@ -79,11 +79,12 @@ class Scheduler:
     def end(
         self, sequences: Iterable[RunningSequence], reason: FinishReason, error: OverspillError | None = None
     ) -> None:
-        """End `sequences` before they are done, and tell who asked."""
+        """End those of `sequences` that have not ended before they are done, and tell who asked."""
         for sequence in list(sequences):
-            self._remove(sequence, reason)
-            sequence.request.times["finished"] = time.monotonic()
-            sequence.request.emit(Output("", (), (), reason, error))
+            if sequence in self.running or sequence in self.waiting:
+                self._remove(sequence, reason)
+                sequence.request.times["finished"] = time.monotonic()
+                sequence.request.emit(Output("", (), (), reason, error))
 
     def fail(self, sequences: Iterable[RunningSequence], error: Exception) -> None:
         """End `sequences` with an error that tells nothing of this machine."""
@@ -91,7 +92,7 @@ class Scheduler:
             told = OverspillError(f"the step that computed this request failed ({type(error).__name__})")
             told.__cause__ = error
             error = told
-        self.end((s for s in list(sequences) if s in self.running), FinishReason.ERROR, error)
+        self.end(sequences, FinishReason.ERROR, error)
 
     def _remove(self, sequence: RunningSequence, reason: FinishReason) -> None:
         if sequence in self.running:

@@ -171,24 +171,33 @@ class EngineService:
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        scheduler = self._scheduler
-        while True:
-            with self._wake:
-                while not (self._arrived or self._gone or self._stopping) and scheduler.idle:
-                    self._wake.wait()
-                scheduler.waiting.extend(self._arrived)
-                self._arrived.clear()
-                gone, self._gone = self._gone, []
-                if self._stopping:
-                    break
-            scheduler.end((s for s in gone if s in scheduler.running or s in scheduler.waiting), FinishReason.ABORT)
-            self._step()
-            self._forget_ended()
-            if self._failure is not None:
-                break
+        try:
+            while self._failure is None and self._take_in():
+                self._step()
+                self._forget_ended()
+        except Exception as error:  # nobody else would hear of it, and those who wait would wait for ever
+            logger.error("the engine failed: %s: %s", type(error).__name__, error, exc_info=error)
+            self._failure = f"{type(error).__name__} in the engine"
         why = self._failure or "the server is stopping"
-        scheduler.end([*scheduler.running, *scheduler.waiting], FinishReason.ERROR, OverspillError(why))
+        with self._wake:
+            self._scheduler.waiting.extend(self._arrived)
+            self._arrived.clear()
+        lines = [*self._scheduler.running, *self._scheduler.waiting]
+        self._scheduler.end(lines, FinishReason.ERROR, OverspillError(why))
         self._forget_ended()
+
+    def _take_in(self) -> bool:
+        """Wait until there is something to do; False where that is to stop."""
+        scheduler = self._scheduler
+        with self._wake:
+            while not (self._arrived or self._gone or self._stopping) and scheduler.idle:
+                self._wake.wait()
+            scheduler.waiting.extend(self._arrived)
+            self._arrived.clear()
+            gone, self._gone = self._gone, []
+            stopping = self._stopping
+        scheduler.end(gone, FinishReason.ABORT)
+        return not stopping
 
     def _step(self) -> None:
         report: StepReport | None = None

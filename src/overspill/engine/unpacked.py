@@ -63,7 +63,7 @@ class JoinedBatching(Batching):
         self.max_request_tokens = context_tokens
         rows = max_num_seqs if budget_bytes is None else budget_bytes // max(1, token_bytes * context_tokens)
         self._budget_tokens = max(1, rows) * context_tokens
-        self._rows: list[RunningSequence] = []
+        self._rows: list[RunningSequence | None] = []  # None where one has gone and its row is still there
         self._cache: Any = None
         self._padded = 0
         self._decodes_next = False
@@ -106,7 +106,7 @@ class JoinedBatching(Batching):
         """Make the joined cache that of `members`: drop rows that have gone, join those that are new."""
         if members == self._rows:
             return
-        places = {sequence: row for row, sequence in enumerate(self._rows)}
+        places = {sequence: row for row, sequence in enumerate(self._rows) if sequence is not None}
         kept = [sequence for sequence in members if sequence in places]
         caches, lengths = [], []
         if kept:
@@ -121,12 +121,13 @@ class JoinedBatching(Batching):
             sequence.held = None
         self._cache = join(caches, lengths)
         self._padded = max(lengths)
-        self._rows = kept + new
-        assert self._rows == members, "new sequences run behind those that ran before"
+        assert kept + new == members, "new sequences run behind those that ran before"
+        self._rows = list(members)
 
     def release(self, sequence: RunningSequence) -> None:
         sequence.held = None
-        if self._cache is None or self._rows == [sequence]:  # a pass that threw has lost the joined cache
+        self._rows = [None if row is sequence else row for row in self._rows]
+        if not any(self._rows):
             self._rows, self._cache, self._padded = [], None, 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import statistics
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -83,6 +84,7 @@ class CudaDevice(Device):
     """
 
     kind = "cuda"
+    sees_the_link = False
 
     def __init__(self, memory_bytes: int | None = None, index: int | None = None) -> None:
         index = torch.cuda.current_device() if index is None else index
@@ -106,6 +108,7 @@ class CudaDevice(Device):
         self._copies = torch.cuda.Stream(self.torch_device)
         self._pinned = PinnedMemory(CudaDriver(), partial(_idle, self.torch_device))
         self._held: dict[int, _Held] = {}
+        self._lock = threading.Lock()  # others than the computing thread ask what is held
         self._reserved: dict[str, int] = {}
         self._zero_copy_proved = False
 
@@ -167,15 +170,18 @@ class CudaDevice(Device):
     def _hold(self, storage: torch.UntypedStorage, allocated_bytes: int, purpose: str) -> None:
         if storage.nbytes():
             held = _Held(weakref.ref(storage), storage.nbytes(), allocated_bytes, purpose)
-            self._held[storage.data_ptr()] = held
+            with self._lock:
+                self._held[storage.data_ptr()] = held
 
     def _by_purpose(self) -> Counter[str]:
         """Bytes held now; "working" is what torch holds beyond what is known."""
-        self._held = {a: held for a, held in tuple(self._held.items()) if held.storage() is not None}
+        with self._lock:
+            self._held = {a: held for a, held in self._held.items() if held.storage() is not None}
+            alive = list(self._held.values())
         bytes_held: Counter[str] = Counter()
-        for held in self._held.values():
+        for held in alive:
             bytes_held[held.purpose] += held.nbytes
-        known_bytes = sum(held.allocated_bytes for held in self._held.values())
+        known_bytes = sum(held.allocated_bytes for held in alive)
         bytes_held["working"] += max(0, torch.cuda.memory_allocated(self.torch_device) - known_bytes)
         return bytes_held
 

@@ -62,6 +62,8 @@ class Device(ABC):
     unified: bool
     link: Link | None
     traffic: LinkTraffic
+    sees_the_link = True
+    """Whether `traffic` counts zero-copy reads too, and knows how long computing waited; a GPU makes both alone."""
 
     @property
     @abstractmethod
