@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from overspill.errors import ConfigError
 
-LISTS = frozenset({"--cpu-offload-params", "--offload-params"})
+_OF_WEIGHTS = frozenset({"--cpu-offload-params", "--offload-params"})
+LISTS = _OF_WEIGHTS | {"--served-model-name"}
 
 
 def normalise(arguments: Sequence[str]) -> list[str]:
@@ -40,7 +41,9 @@ def _normalised(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _refuse_empty(option: str | None, empty: bool) -> None:
-    if empty:
-        raise ConfigError(
-            f"{option} names no weight", hint=f"at least one selector after it, as in `{option} mlp.down_proj lm_head`"
-        )
+    if not empty:
+        return
+    if option in _OF_WEIGHTS:
+        hint = f"at least one selector after it, as in `{option} mlp.down_proj lm_head`"
+        raise ConfigError(f"{option} names no weight", hint=hint)
+    raise ConfigError(f"{option} names nothing", hint="at least one name after it")

@@ -172,12 +172,14 @@ class Shared:
         return resolve(self.values["offload_config"], self.flags(), {**self.engine(), **engine})
 
 
-def shared_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command` every shared option, handed over together as its argument `shared`."""
+def shared_options(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
+    """Give `command` every shared option, handed over together as its argument `shared`; `defaults` of its own win."""
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.name != "shared"]
     added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=defaults.get(name, default)
+        )
         for name, (annotation, default) in SHARED.items()
     ]
 

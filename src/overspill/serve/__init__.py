@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: `app.create_app` makes it, `listen.run` keeps it up."""
