@@ -1,4 +1,4 @@
-"""`python -m benchmarks [load|step|cuda]`; without a name load and step, and cuda too where there is a GPU."""
+"""`python -m benchmarks [load|step|serve|cuda]`; without a name all of them, cuda only where there is a GPU."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 import torch
 
-from benchmarks import cuda, load, step
+from benchmarks import cuda, load, serve, step
 from benchmarks.report import Report, console
+from examples.demo_model import demo_model_path
 
-NAMES = ("load", "step", "cuda")
+NAMES = ("load", "step", "serve", "cuda")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.replace("`", ""))
-    parser.add_argument("names", nargs="*", metavar="load|step|cuda")
+    parser.add_argument("names", nargs="*", metavar="|".join(NAMES))
     parser.add_argument("--quick", action="store_true", help="smaller models and fewer rounds; the figures are rough")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write Markdown and JSON there")
     parser.add_argument("--json", action="store_true", help="JSON on stdout instead of tables")
@@ -34,24 +35,23 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(NAMES)}")
     size = "quick" if given.quick else "full"
     status = 0
-    for name in given.names or NAMES[: 3 if torch.cuda.is_available() else 2]:
+    for name in given.names or (NAMES if torch.cuda.is_available() else NAMES[:-1]):
         if name == "cuda":
             output = ["--output", str(given.output)] if given.output else []
             emulated = [] if torch.cuda.is_available() else ["--device", "emulated"]
             status |= cuda.main([*output, *emulated, *(["--quick"] if given.quick else [])])
         elif name == "load":
             show(measure_load(size, given.cache.expanduser(), given.gguf), given)
+        elif name == "serve":
+            model = given.gguf or demo_model_path(given.cache)
+            show(serve.measure(model, serve.SCALES[size], tell), given)
         else:
             show(step.measure(step.SCALES[size], tell), given)
     return status
 
 
 def measure_load(size: str, cache: Path, gguf: Path | None) -> Report:
-    if gguf is None:
-        from examples.demo_model import demo_model_path
-
-        gguf = demo_model_path(cache)
-    return load.measure(load.cases(cache / "benchmarks", gguf, size), 1 if size == "quick" else 3, tell)
+    return load.measure(load.cases(cache / "benchmarks", gguf or demo_model_path(cache), size), 1 if size == "quick" else 3, tell)
 
 
 def show(report: Report, given: argparse.Namespace) -> None:

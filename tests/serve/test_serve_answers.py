@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,36 @@ def test_what_asks_for_nothing_is_accepted(client: OpenAI) -> None:
         service_tier="auto",
         extra_body={"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1, "best_of": None},
     )
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "stars": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["city", "stars"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_an_answer_follows_its_schema(client: OpenAI, temperature: float) -> None:
+    how: dict[str, Any] = {
+        "model": "talking",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}},
+        "temperature": temperature,
+        "seed": 3,
+    }
+    answer = client.chat.completions.create(messages=CHAT, n=3, **how)
+    for choice in answer.choices:
+        found = json.loads(choice.message.content or "")
+        assert found["city"] in ("Paris", "Rome")
+        assert 0 <= found["stars"] <= 9
+        assert choice.finish_reason == "stop"
+    pieces = client.chat.completions.create(messages=CHAT, stream=True, **how)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == answer.choices[0].message.content
+    text = client.completions.create(
+        model="talking", prompt="x", max_tokens=60, extra_body={"response_format": how["response_format"]}
+    )
+    assert set(json.loads(text.choices[0].text)) == {"city", "stars"}
 
 
 def test_tokens_there_and_back(server: Server, engine: Engine) -> None:

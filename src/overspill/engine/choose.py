@@ -27,7 +27,7 @@ from overspill.offload.placed import PlacedModel
 
 logger = logging.getLogger("overspill")
 
-NMSE_BOUND = {torch.float32: 1e-8, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+NMSE_BOUND = {torch.float32: 1e-8, torch.float16: 1e-3, torch.bfloat16: 5e-2}
 """How far logits in a crowd may be from those alone: mean squared difference over variance, by the dtype computed in.
 
 Rounding: a float32 product of other height differs by 1e-4 at the most, and by 1e-6 of its size as a rule.

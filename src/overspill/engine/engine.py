@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig
@@ -22,6 +23,9 @@ from overspill.model.hf import cache_of, tensors_in
 from overspill.offload.ledger import Ledger
 from overspill.offload.placed import PlacedModel
 from overspill.plan import Plan
+
+if TYPE_CHECKING:
+    from overspill.engine.grammar import GrammarCompiler
 
 OnText = Callable[[str], None]
 
@@ -100,6 +104,13 @@ class Engine:
         tokens = recorder.tokens
         reason = "stop" if tokens[-1] in eos else "length"
         return Completion(ids, tokens, self.decode(tokens), reason, recorder.steps, scores)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Grammars over this model's tokens. ConfigError for a tokenizer that knows none."""
+        from overspill.engine.grammar import GrammarCompiler
+
+        return GrammarCompiler(self.tokenizer, self._text_config.vocab_size, self.eos_token_ids())
 
     def eos_token_ids(self) -> list[int]:
         """The tokens that end an answer; none where the model names none."""

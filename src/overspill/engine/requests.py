@@ -6,10 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overspill.engine.sampling import SamplingParams
 from overspill.errors import CapacityError, ConfigError, DefectError, OverspillError
+
+if TYPE_CHECKING:
+    from overspill.engine.grammar import Grammar
 
 MAX_LOGPROBS = 20
 
@@ -19,10 +22,10 @@ class RequestParams(SamplingParams):
     """One request's settings: those of SamplingParams, and what only the batching engine does.
 
     Applied in this order: `logit_bias` (token id -> added to its score), `repetition_penalty` (over prompt and answer,
-    Keskar et al. 2019), `frequency_penalty` and `presence_penalty` (over the answer, OpenAI's formula), temperature,
-    top-k, top-p, `min_p` (of the likeliest token's probability). `stop` texts end the answer and are not part of it;
-    `stop_token_ids` do as the end token does. `logprobs` asks for the chosen token's log-probability and that many
-    alternatives', of the model's own scores before any of this.
+    Keskar et al. 2019), `frequency_penalty` and `presence_penalty` (over the answer, OpenAI's formula), `grammar`,
+    temperature, top-k, top-p, `min_p` (of the likeliest token's probability). `stop` texts end the answer and are not
+    part of it; `stop_token_ids` do as the end token does. `logprobs` asks for the chosen token's log-probability and
+    that many alternatives', of the model's own scores before any of this.
     """
 
     min_p: float = 0.0
@@ -34,6 +37,7 @@ class RequestParams(SamplingParams):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,22 +29,22 @@ def choose_token(scores: torch.Tensor, sequence: RunningSequence) -> TokenLogpro
 
 
 def _adjusted(scores: torch.Tensor, sequence: RunningSequence) -> torch.Tensor:
+    """`scores` after bias, penalties and grammar; they themselves stay as they are."""
     params = sequence.request.params
-    penalised = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
-    if not params.logit_bias and not penalised:
-        return scores
-    scores = scores.clone()
     if params.logit_bias:
+        scores = scores.clone()
         scores[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()))
     if params.repetition_penalty != 1.0:
+        scores = scores.clone()
         seen = torch.tensor(sorted(set(sequence.tokens)))
         factor = params.repetition_penalty
         scores[seen] = torch.where(scores[seen] > 0, scores[seen] / factor, scores[seen] * factor)
     if sequence.counts and (params.frequency_penalty or params.presence_penalty):
+        scores = scores.clone()
         ids = torch.tensor(list(sequence.counts))
         counts = torch.tensor(list(sequence.counts.values()), dtype=scores.dtype)
         scores[ids] -= params.frequency_penalty * counts + params.presence_penalty
-    return scores
+    return scores if sequence.grammar is None else sequence.grammar.allowed(scores)
 
 
 def _sample(scores: torch.Tensor, params: RequestParams, generator: torch.Generator) -> int:

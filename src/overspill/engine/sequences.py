@@ -28,6 +28,7 @@ class RunningSequence:
         self.cancelled = False
         self.generator = torch.Generator().manual_seed(request.params.seed)
         self.counts: Counter[int] = Counter()  # of generated tokens
+        self.grammar = request.params.grammar.start() if request.params.grammar is not None else None
         self._text = _AnswerText(decode, request.params.stop)
         self._ends = frozenset(request.params.stop_token_ids) | (
             frozenset() if request.params.ignore_eos else frozenset(eos)
@@ -49,10 +50,11 @@ class RunningSequence:
         self.tokens.append(token)
         self.counts[token] += 1
         self.request.generated += 1
+        complete = self.grammar is not None and self.grammar.take(token)
         ended = token in self._ends
         full = self.request.generated >= self.request.params.max_tokens
-        text = self._text.feed([] if ended else [token], last=ended or full)
-        reason = FinishReason.STOP if ended or self._text.stopped else FinishReason.LENGTH if full else None
+        text = self._text.feed([] if ended else [token], last=ended or complete or full)
+        reason = FinishReason.STOP if ended or complete or self._text.stopped else FinishReason.LENGTH if full else None
         if reason is not None:
             self.request.times["finished"] = time.monotonic()
         logprobs = (chosen,) if self.request.params.logprobs is not None else ()

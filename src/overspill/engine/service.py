@@ -178,16 +178,16 @@ class EngineService:
         except Exception as error:  # nobody else would hear of it, and those who wait would wait for ever
             logger.error("the engine failed: %s: %s", type(error).__name__, error, exc_info=error)
             self._failure = f"{type(error).__name__} in the engine"
-        error: OverspillError
+        told: OverspillError
         if self._failure is not None:
-            error = EngineFailedError(f"the engine has failed: {self._failure}", hint="restart the server")
+            told = EngineFailedError(f"the engine has failed: {self._failure}", hint="restart the server")
         else:
-            error = DrainingError("the server is stopping", hint="ask another server, or again later")
+            told = DrainingError("the server is stopping", hint="ask another server, or again later")
         with self._wake:
             self._scheduler.waiting.extend(self._arrived)
             self._arrived.clear()
         lines = [*self._scheduler.running, *self._scheduler.waiting]
-        self._scheduler.end(lines, FinishReason.ERROR, error)
+        self._scheduler.end(lines, FinishReason.ERROR, told)
         self._forget_ended()
 
     def _take_in(self) -> bool:

@@ -18,7 +18,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default for text completions
 
 _NO_TOOLS = "this server calls no tools"
 _TEXT_ONLY = "only text goes in and comes out"
-_NO_GRAMMAR = "answers are free text, and no grammar or schema can be imposed on them"
+_BY_FORMAT = "a JSON schema is imposed by response_format, and no other grammar is"
 _UNBUILT = "it is not built"
 
 Stop = Annotated[Text, Field(min_length=1)]
@@ -38,6 +38,34 @@ class StreamOptions(Body):
     include_usage: bool = Field(default=False, description="Send a last chunk with the count of tokens.")
     include_obfuscation: Annotated[Any, Only(False, why="nothing is padded here")] = None
     continuous_usage_stats: Annotated[Any, Only(False, why="usage is counted once, in the last chunk")] = None
+
+
+class JsonSchemaFormat(Body):
+    """What the answer must be, as JSON Schema says it; `strict` or not, it is always followed."""
+
+    name: Annotated[Text, Field(max_length=64)] = "answer"
+    description: Text | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            missing = "is missing" if self.json_schema is None else f'is given, but type is "{self.type}"'
+            raise refuse(missing, "json_schema")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """None for free text."""
+        if self.type == "text":
+            return None
+        return self.json_schema.json_schema if self.json_schema is not None else {"type": "object"}
 
 
 class Sampled(Body):
@@ -68,6 +96,10 @@ class Sampled(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     ignore_eos: bool | None = Field(default=None, description="Go on after the token that ends an answer.")
 
+    response_format: ResponseFormat | None = Field(
+        default=None, description="JSON that follows a schema, or any JSON object; free text is the default."
+    )
+
     # They change nothing in the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -90,12 +122,11 @@ class Sampled(Body):
     include_stop_str_in_output: Annotated[Any, Only(False, why="a stop text is no part of the answer")] = None
     return_tokens_as_token_ids: Annotated[Any, Only(False, why=_UNBUILT)] = None
     return_token_ids: Annotated[Any, Only(False, why=f"{_UNBUILT}; POST /tokenize gives ids")] = None
-    structured_outputs: Annotated[Any, Only(why=_NO_GRAMMAR)] = None
-    guided_json: Annotated[Any, Only(why=_NO_GRAMMAR)] = None
-    guided_regex: Annotated[Any, Only(why=_NO_GRAMMAR)] = None
-    guided_choice: Annotated[Any, Only(why=_NO_GRAMMAR)] = None
-    guided_grammar: Annotated[Any, Only(why=_NO_GRAMMAR)] = None
-    response_format: Annotated[Any, Only({"type": "text"}, why=_NO_GRAMMAR)] = None
+    structured_outputs: Annotated[Any, Only(why=_BY_FORMAT)] = None
+    guided_json: Annotated[Any, Only(why=_BY_FORMAT)] = None
+    guided_regex: Annotated[Any, Only(why=_BY_FORMAT)] = None
+    guided_choice: Annotated[Any, Only(why=_BY_FORMAT)] = None
+    guided_grammar: Annotated[Any, Only(why=_BY_FORMAT)] = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -116,6 +147,8 @@ class Sampled(Body):
                 f"is {self.max_completion_tokens}, but max_tokens is {self.max_tokens}: two names of one thing",
                 "max_completion_tokens",
             )
+        if self.ignore_eos and self.response_format is not None and self.response_format.type != "text":
+            raise refuse("cannot be honoured with a response_format: JSON ends where it ends", "ignore_eos")
         if self.stream_options is not None and not self.stream:
             raise refuse('is given, but "stream" is not true', "stream_options")
         return self

@@ -44,7 +44,8 @@ def chat_router(served: Served) -> APIRouter:
             [message.for_template() for message in body.messages], variables=body.chat_template_kwargs
         )
         max_tokens = max_tokens_of(body, len(ids), served.service.max_request_tokens, None)
-        params = params_of(body, max_tokens, body.wanted_logprobs, served.seeds)
+        grammar = await served.grammar(body.response_format)
+        params = params_of(body, max_tokens, body.wanted_logprobs, grammar, served.seeds)
         generation = completing(served, body, [(ids, each) for each in params])
         if body.stream:
             return EventStream(generation, _chunks(served, body, header, generation, len(ids)))

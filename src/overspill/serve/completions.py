@@ -33,6 +33,7 @@ def completions_router(served: Served) -> APIRouter:
         header = Header.new("cmpl", served.name_of(body.model))
         prompts = [await served.encode(prompt, special_tokens=body.add_special_tokens) for prompt in body.prompts]
         room = served.service.max_request_tokens
+        grammar = await served.grammar(body.response_format)
         generation = completing(
             served,
             body,
@@ -40,7 +41,7 @@ def completions_router(served: Served) -> APIRouter:
                 (ids, params)
                 for ids in prompts
                 for params in params_of(
-                    body, max_tokens_of(body, len(ids), room, COMPLETION_TOKENS), body.logprobs, served.seeds
+                    body, max_tokens_of(body, len(ids), room, COMPLETION_TOKENS), body.logprobs, grammar, served.seeds
                 )
             ],
         )

@@ -27,10 +27,11 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any) -> Any:
+        names = [field.alias or name for name, field in cls.model_fields.items()]
         for name in data if isinstance(data, dict) else ():
-            if name not in cls.model_fields:
-                near = difflib.get_close_matches(name, cls.model_fields, n=1)
-                hint = f'did you mean "{near[0]}"?' if near else f"known are: {' '.join(cls.model_fields)}"
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f'did you mean "{near[0]}"?' if near else f"known are: {' '.join(names)}"
                 raise refuse(f"is unknown; {hint}", name)
         return data
 

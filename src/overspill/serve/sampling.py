@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from overspill.engine.grammar import Grammar
 from overspill.engine.requests import RequestParams
 from overspill.serve.bodies import Sampled
 from overspill.serve.errors import ApiError
@@ -12,7 +13,9 @@ from overspill.serve.errors import ApiError
 _SEEDS = 2**63
 
 
-def params_of(body: Sampled, max_tokens: int, logprobs: int | None, seeds: Iterator[int]) -> list[RequestParams]:
+def params_of(
+    body: Sampled, max_tokens: int, logprobs: int | None, grammar: Grammar | None, seeds: Iterator[int]
+) -> list[RequestParams]:
     """The `n` sets for one prompt. Where the body has no seed each takes one of `seeds`.
 
     Temperature 0 is greedy, and top-k, top-p and min-p cut nothing there.
@@ -32,6 +35,7 @@ def params_of(body: Sampled, max_tokens: int, logprobs: int | None, seeds: Itera
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
+        grammar=grammar,
     )
     return [
         replace(params, seed=next(seeds) if body.seed is None else (body.seed + index) % _SEEDS)

@@ -15,7 +15,10 @@ from typing import Any, TypeVar
 from jinja2 import TemplateError
 
 from overspill.engine.engine import Engine
+from overspill.engine.grammar import Grammar
 from overspill.engine.service import EngineService
+from overspill.errors import ConfigError
+from overspill.serve.bodies import ResponseFormat
 from overspill.serve.errors import ApiError
 from overspill.serve.limits import Limits
 from overspill.serve.metrics import Metrics
@@ -86,6 +89,17 @@ class Served:
         self._tokenizer("tokens")
         self.refuse_unknown(ids, "tokens")
         return await self._beside(self.engine.decode, ids)
+
+    async def grammar(self, asked: ResponseFormat | None) -> Grammar | None:
+        """What a response format allows; None for free text."""
+        schema = asked.schema_of_answer if asked is not None else None
+        if schema is None:
+            return None
+        self._tokenizer("response_format")
+        try:
+            return await self._beside(lambda: self.engine.grammars.json(schema))
+        except ConfigError as error:
+            raise ApiError(400, error.message, param="response_format") from error
 
     def refuse_unknown(self, ids: Iterable[int], field_name: str) -> None:
         vocabulary = self.engine.plan.model.config.get_text_config(decoder=True).vocab_size

@@ -1,0 +1,83 @@
+"""Answers that must follow a grammar: a JSON object, or one that a JSON schema describes. llguidance knows the rest.
+
+A grammar says before each token which ones may come next; the scores of all others are taken away. What an answer
+then is, is the likeliest text that the grammar allows, which a small model may still leave unfinished at its last
+token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llguidance.hf
+import numpy as np
+import torch
+from llguidance import LLMatcher
+from llguidance import numpy as bitmasks
+
+from overspill.errors import ConfigError, DefectError
+
+_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As models write it themselves; free whitespace is where a small one loses its way."""
+
+
+class GrammarCompiler:
+    """Grammars over one tokenizer's tokens; `eos` are the tokens that end an answer. Making one takes a moment."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, eos: Sequence[int]) -> None:
+        try:
+            self._tokens = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=list(eos) or None)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"this model's tokenizer cannot be used with a grammar: {error}", hint="ask for free text"
+            ) from error
+        self._vocabulary = vocabulary
+
+    def json(self, schema: Mapping[str, Any]) -> Grammar:
+        """JSON that `schema` describes. ConfigError where that is no JSON schema, or more than can be followed."""
+        try:
+            text = LLMatcher.grammar_from_json_schema(dict(schema), defaults=_LAYOUT)
+        except ValueError as error:
+            raise ConfigError(f"the JSON schema cannot be read: {error}", hint="a schema of JSON Schema") from error
+        if wrong := LLMatcher.validate_grammar(text, self._tokens):
+            raise ConfigError(
+                f"the JSON schema cannot be followed: {wrong.splitlines()[0][:300]}", hint="a simpler schema"
+            )
+        return Grammar(text, self._tokens, self._vocabulary)
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A grammar that was checked; each answer starts its own GrammarState."""
+
+    text: str
+    tokens: Any
+    vocabulary: int
+
+    def start(self) -> GrammarState:
+        return GrammarState(self)
+
+
+class GrammarState:
+    """Where one answer stands in its grammar."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._matcher = LLMatcher(grammar.tokens, grammar.text)
+        self._bits = bitmasks.allocate_token_bitmask(1, grammar.vocabulary)
+        self._vocabulary = grammar.vocabulary
+
+    def allowed(self, scores: torch.Tensor) -> torch.Tensor:
+        """`scores`, float32 [vocabulary], with minus infinity where a token may not come next."""
+        bitmasks.fill_next_token_bitmask(self._matcher, self._bits, 0)
+        if wrong := self._matcher.get_error():
+            raise DefectError(f"the grammar was lost on the way: {wrong}", hint="please report it with the schema")
+        allowed = np.unpackbits(self._bits[0].view(np.uint8), bitorder="little")[: self._vocabulary].view(np.bool_)
+        return scores.masked_fill(~torch.from_numpy(allowed), float("-inf"))
+
+    def take(self, token: int) -> bool:
+        """Go on by a token that was allowed; whether the answer is complete, and nothing may follow."""
+        taken = self._matcher.consume_token(token)
+        assert taken, "only what is allowed is chosen"
+        return bool(self._matcher.is_stopped())
