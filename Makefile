@@ -8,7 +8,7 @@ GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/nul
 CONSTRAINTS := $(if $(GPU),,-c constraints.txt)
 DEMO_DEVICE := $(if $(GPU),--device cuda,--device emulated --device-memory 400MiB --link-bandwidth 4GB/s)
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench soak clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,10 @@ check: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks
+
+# 200 clients at once for five minutes against a real server; writes docs/measurements/soak-<date>.
+soak: $(VENV)/installed
+	$(BIN)/python benchmarks/soak.py --cache $(CACHE)
 
 clean:
 	rm -rf $(VENV) report

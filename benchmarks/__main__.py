@@ -12,10 +12,10 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 import torch
+from examples.demo_model import demo_model_path
 
 from benchmarks import cuda, load, serve, step
 from benchmarks.report import Report, console
-from examples.demo_model import demo_model_path
 
 NAMES = ("load", "step", "serve", "cuda")
 
@@ -51,7 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure_load(size: str, cache: Path, gguf: Path | None) -> Report:
-    return load.measure(load.cases(cache / "benchmarks", gguf or demo_model_path(cache), size), 1 if size == "quick" else 3, tell)
+    return load.measure(
+        load.cases(cache / "benchmarks", gguf or demo_model_path(cache), size), 1 if size == "quick" else 3, tell
+    )
 
 
 def show(report: Report, given: argparse.Namespace) -> None:

@@ -107,6 +107,23 @@ TINY: Mapping[str, Tiny] = {
             "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
         },
     ),
+    "phi3_longrope": Tiny(
+        "Phi3Config",
+        {
+            "intermediate_size": 45,
+            "num_key_value_heads": 5,
+            "hidden_size": 40,
+            "max_position_embeddings": 64,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 16,
+                "short_factor": [1.0] * 4,
+                "long_factor": [8.0] * 4,
+            },
+        },
+    ),
     "qwen3": Tiny("Qwen3Config", {"intermediate_size": 45}),
     "qwen3_moe": Tiny("Qwen3MoeConfig", _QWEN3_MOE),
     "mixtral": Tiny("MixtralConfig", _MIXTRAL),

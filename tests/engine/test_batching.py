@@ -132,10 +132,10 @@ def test_nothing_of_a_neighbour_enters(name: str, crowded: object) -> None:
 def assert_as_forced(engine: Engine, prompt: list[int], tokens: list[int], scores: list[torch.Tensor]) -> None:
     """The architecture by itself, with its own cache and the same tokens, gives the scores that were seen."""
     model = CachedModel(engine.placed)
-    expected, cache = model([prompt])
-    for token, got in zip(tokens, scores, strict=True):
+    expected, cache = model([prompt], None, [0])
+    for number, (token, got) in enumerate(zip(tokens, scores, strict=True)):
         assert nmse(got, expected[0]) <= bound_of(engine)
-        expected, cache = model([[token]], cache)
+        expected, cache = model([[token]], cache, [len(prompt) + number])
 
 
 def test_where_pages_run_out_the_last_comer_waits_and_gets_the_same_answer(tiny: MakeTiny) -> None:
@@ -184,6 +184,21 @@ def test_rotary_frequencies_that_hang_on_the_longest_are_not_shared(tiny: MakeTi
         asked = [crowd.ask(prompt, 4) for prompt in PROMPTS[:2]]
         crowd.run()
         assert all(len(crowd.tokens(request)) == 4 for request in asked)
+
+
+def test_a_cache_that_turns_is_computed_anew(tiny: MakeTiny) -> None:
+    """As transformers' generate does it for longrope: beyond the original length keys are rotated otherwise."""
+    engine = engine_of(tiny("phi3_longrope"), PREFETCH)
+    batching = batching_of(engine)
+    assert isinstance(batching, SingleBatching)
+    assert "longrope" in batching.description
+    with crowd_of(batching) as crowd:
+        asked = [crowd.ask(list(range(3, 3 + length)), 12) for length in (4, 9, 20)]
+        crowd.run()
+    for request in asked:
+        alone = engine.generate(request.prompt_ids, SamplingParams(max_tokens=12), ignore_eos=True)
+        assert crowd.tokens(request) == alone.token_ids
+    assert isinstance(batching_of(engine_of(tiny("phi3_longrope"), PREFETCH, context=16)), PackedBatching)
 
 
 FULL = LayerShape(heads=2, key_size=8, value_size=8, dtype=torch.float32, window=None)

@@ -33,8 +33,11 @@ NMSE_BOUND = {torch.float32: 1e-8, torch.float16: 1e-3, torch.bfloat16: 5e-2}
 Rounding: a float32 product of other height differs by 1e-4 at the most, and by 1e-6 of its size as a rule.
 """
 
-_LENGTHS = (7, 4)
-_DECODED = 1
+_PROMPTS = (7, 4)
+_DECODED = (5, 3)
+"""Tokens of the two probes. In any order of prompts and decoding both decode together for a while, the shorter one
+padded, and one goes on when the other has left."""
+
 _TURNING = ("dynamic", "longrope")
 
 
@@ -44,12 +47,12 @@ def choose_batching(placed: PlacedModel, *, max_num_seqs: int, max_batch_tokens:
     Takes the KV cache's memory. CapacityError where that does not hold one request of the planned context.
     """
     context = placed.plan.context_tokens
-    if (turning := _turning_rope(placed)) is not None:
-        return SingleBatching(placed, context_tokens=context, why=turning)
-    if context < _LENGTHS[0] + _DECODED:
-        return SingleBatching(placed, context_tokens=context, why=f"a context of {context} tokens")
+    if (single := _not_shared(placed)) is not None:
+        return single
+    if context < max(map(sum, zip(_PROMPTS, _DECODED, strict=True))):
+        return SingleBatching(placed, why=f"a context of {context} tokens")
     probes = _probes(placed)
-    alone = [_alone(placed, ids) for ids in probes]
+    alone = [_alone(placed, ids, prompt) for ids, prompt in zip(probes, _PROMPTS, strict=True)]
     cache = alone[0].cache
     shapes = layer_shapes(placed.model, cache)
     not_joinable = why_not_joinable(cache)
@@ -70,28 +73,34 @@ def choose_batching(placed: PlacedModel, *, max_num_seqs: int, max_batch_tokens:
                 return batching
             del batching
         reasons.append(f"not {way.name}: {reason}")
-    return SingleBatching(placed, context_tokens=context, why="; ".join(reasons))
+    return SingleBatching(placed, why="; ".join(reasons))
 
 
-def _turning_rope(placed: PlacedModel) -> str | None:
-    """Why neighbours would change each other's positions: rotary frequencies that depend on the longest of a pass."""
+def _not_shared(placed: PlacedModel) -> SingleBatching | None:
+    """What hangs on the longest sequence of a pass, and so would make neighbours change each other's answers.
+
+    No probe of a few tokens can see it; the configuration says it. Only for contexts in which it can happen.
+    """
     config = placed.plan.model.config.get_text_config(decoder=True)
+    context = placed.plan.context_tokens
     parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-    for rope in nested:
+    for rope in [p for p in parameters.values() if isinstance(p, dict)] or [parameters]:
+        kind = rope.get("rope_type")
         original = int(rope.get("original_max_position_embeddings") or config.max_position_embeddings or 0)
-        if rope.get("rope_type") in _TURNING and placed.plan.context_tokens > original:
-            return (
-                f"its rotary frequencies ({rope['rope_type']}) change for a whole pass when one of its sequences is "
-                f"longer than {original} tokens"
-            )
+        if kind in _TURNING and context > original:
+            why = f"its rotary frequencies ({kind}) change for a whole pass when a sequence exceeds {original} tokens"
+            return SingleBatching(placed, why=why, turns_at=original if kind == "longrope" else None)
+    if getattr(config, "attn_temperature_tuning", False) and context > config.floor_scale:
+        why = f"its attention is scaled by the length of the whole pass from {config.floor_scale} tokens on"
+        return SingleBatching(placed, why=why)
     return None
 
 
 def _probes(placed: PlacedModel) -> list[list[int]]:
     vocabulary = placed.plan.model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, vocabulary, (n + _DECODED,), generator=generator).tolist() for n in _LENGTHS]
+    lengths = map(sum, zip(_PROMPTS, _DECODED, strict=True))
+    return [torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
 @dataclass(frozen=True)
@@ -102,13 +111,13 @@ class _Alone:
     cache: Any
 
 
-def _alone(placed: PlacedModel, ids: list[int]) -> _Alone:
+def _alone(placed: PlacedModel, ids: list[int], prompt: int) -> _Alone:
     model = CachedModel(placed)
-    prompt = len(ids) - _DECODED
-    scores, cache = model([ids[:prompt]])
+    scores, cache = model([ids[:prompt]], None, [0])
     logits = [scores[0]]
     for at in range(prompt, len(ids)):
-        scores, cache = model([ids[at : at + 1] if cache is not None else ids[: at + 1]], cache)
+        start = at if cache is not None else 0
+        scores, cache = model([ids[start : at + 1]], cache, [start])
         logits.append(scores[0])
     return _Alone(logits, cache)
 
@@ -135,10 +144,13 @@ def _difference(
 
 def _together(batching: Batching, probes: Sequence[list[int]]) -> list[list[torch.Tensor]]:
     """The same logits with the probes in one batch, in chunks that are no multiple of anything."""
-    params = RequestParams(max_tokens=_DECODED + 1)
     waiting = deque(
-        RunningSequence(Request(ids[: len(ids) - _DECODED], params, lambda output: None), lambda ids: "", ())
-        for ids in probes
+        RunningSequence(
+            Request(ids[:prompt], RequestParams(max_tokens=1 + len(ids) - prompt), lambda output: None),
+            lambda ids: "",
+            (),
+        )
+        for ids, prompt in zip(probes, _PROMPTS, strict=True)
     )
     logits: dict[RunningSequence, list[torch.Tensor]] = {sequence: [] for sequence in waiting}
     tokens = dict(zip(waiting, probes, strict=True))
@@ -152,7 +164,7 @@ def _together(batching: Batching, probes: Sequence[list[int]]) -> list[list[torc
                 s.sequence.computed += s.tokens
             for sequence, row in zip(ended, scores, strict=True):
                 logits[sequence].append(row)
-                if len(logits[sequence]) > _DECODED:
+                if len(logits[sequence]) == sequence.request.params.max_tokens:
                     running.remove(sequence)
                     batching.release(sequence)
                 else:

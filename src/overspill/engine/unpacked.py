@@ -12,7 +12,7 @@ import torch
 from overspill.engine.batching import Batching, Slice
 from overspill.engine.sequences import RunningSequence
 from overspill.model.hf import cache_argument, cache_of, tensors_in
-from overspill.model.hf_joined import join, select
+from overspill.model.hf_joined import attends, join, select
 from overspill.offload.placed import PlacedModel
 
 
@@ -27,22 +27,22 @@ class CachedModel:
         self._extra = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     def __call__(
-        self, ids: Sequence[Sequence[int]], cache: Any = None, lengths: Sequence[int] | None = None, padded: int = 0
+        self, ids: Sequence[Sequence[int]], cache: Any, lengths: Sequence[int], padded: int | None = None
     ) -> tuple[torch.Tensor, Any]:
-        """Scores after the last token of each row, float32 [rows, vocabulary] on the CPU, and the cache.
+        """Scores after the last token of each row of `ids`, float32 [rows, vocabulary] on the CPU, and the cache.
 
-        With a `cache` of `padded` positions each row has one token, and row i holds `lengths[i]` positions, the last
-        ones of them.
+        Row i follows on `lengths[i]` positions. Those of a `cache` of `padded` positions are the last ones of them.
         """
         device = self.placed.device
         given: dict[str, Any] = dict(self._extra)
         if cache is not None:
             given[self._cache_argument] = cache
-        if lengths is not None:
-            mask = [[0] * (padded - length) + [1] * (length + 1) for length in lengths]
+        if padded is not None and attends(cache):
+            mask = [[0] * (padded - n) + [1] * (n + len(row)) for n, row in zip(lengths, ids, strict=True)]
             given["attention_mask"] = device.to_device(torch.tensor(mask))
-            if self._takes_positions:
-                given["position_ids"] = device.to_device(torch.tensor([[length] for length in lengths]))
+        if self._takes_positions:
+            positions = [list(range(n, n + len(row))) for n, row in zip(lengths, ids, strict=True)]
+            given["position_ids"] = device.to_device(torch.tensor(positions))
         with self.placed.running():
             output = self.placed.model(input_ids=device.to_device(torch.tensor(ids)), use_cache=True, **given)
             return output.logits[:, -1].float().cpu(), cache_of(output)
@@ -91,7 +91,7 @@ class JoinedBatching(Batching):
     def forward(self, slices: list[Slice]) -> torch.Tensor:
         first = slices[0].sequence
         if first.computed == 0:
-            scores, first.held = self.model([first.tokens])
+            scores, first.held = self.model([first.tokens], None, [0])
             return scores
         members = [s.sequence for s in slices]
         with self.model.placed.running():
@@ -132,13 +132,17 @@ class JoinedBatching(Batching):
 
 
 class SingleBatching(Batching):
-    """One request at a time, to its end."""
+    """One request at a time, to its end.
+
+    `turns_at`: a cache made for up to so many tokens does not hold for more; the first pass beyond computes it anew.
+    """
 
     name = "single"
 
-    def __init__(self, placed: PlacedModel, *, context_tokens: int, why: str) -> None:
+    def __init__(self, placed: PlacedModel, *, why: str, turns_at: int | None = None) -> None:
         self.model = CachedModel(placed)
-        self.max_request_tokens = context_tokens
+        self.max_request_tokens = placed.plan.context_tokens
+        self._turns_at = turns_at
         self._length = 0
         self.description = f"one request at a time: {why}"
 
@@ -153,8 +157,10 @@ class SingleBatching(Batching):
 
     def forward(self, slices: list[Slice]) -> torch.Tensor:
         sequence = slices[0].sequence
-        uncomputed = sequence.tokens[sequence.computed :] if sequence.held is not None else sequence.tokens
-        scores, sequence.held = self.model([uncomputed], sequence.held)
+        if self._turns_at is not None and sequence.computed <= self._turns_at < len(sequence.tokens):
+            sequence.held = None
+        start = sequence.computed if sequence.held is not None else 0
+        scores, sequence.held = self.model([sequence.tokens[start:]], sequence.held, [start])
         self._length = len(sequence.tokens)
         return scores
 

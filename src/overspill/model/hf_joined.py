@@ -43,6 +43,11 @@ def why_not_joinable(cache: Any) -> str | None:
     return None if foreign is None else f"a layer's cache is a {foreign}"
 
 
+def attends(cache: Any) -> bool:
+    """Whether a layer of the cache keeps keys and values, so that a padding mask has something to hide."""
+    return any(isinstance(layer, _ATTENDING) for layer in cache.layers)
+
+
 def join(caches: Sequence[Any], lengths: Sequence[int]) -> Any:
     """One cache of the rows of all `caches`; `lengths[i]` is the (padded) length of `caches[i]`. They are used up."""
     longest = max(lengths)

@@ -124,20 +124,23 @@ def _named_below(model: nn.Module, layer: nn.Module) -> Iterator[tuple[str, nn.P
 
 @contextmanager
 def _buffers_on_meta(model: nn.Module) -> Iterator[None]:
-    """Real buffers stand aside for meta ones meanwhile, so that no operation mixes the two."""
-    real = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.device.type != "meta"
-    ]
+    """Real buffers stand aside for meta ones meanwhile, so that no operation mixes the two.
+
+    Whatever else a pass leaves in the modules is gone afterwards too: some rotary embeddings keep tensors in attributes.
+    """
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
-        for module, name, buffer in real:
-            module._buffers[name] = torch.empty_like(buffer, device="meta")
+        for module, _, buffers in before:
+            for name, buffer in buffers.items():
+                if buffer is not None and buffer.device.type != "meta":
+                    module._buffers[name] = torch.empty_like(buffer, device="meta")
         yield
     finally:
-        for module, name, buffer in real:
-            module._buffers[name] = buffer
+        for module, attributes, buffers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 @contextmanager
