@@ -8,6 +8,8 @@ import time
 
 import psutil
 
+SETTLED_S = 10.0
+
 
 class Memory:
     """`samples` are (seconds since the start, resident bytes), taken while the `with` block runs."""
@@ -35,5 +37,5 @@ class Memory:
         return max((nbytes for at, nbytes in self.samples if start_s <= at < end_s), default=0)
 
     def growth_ratio(self, settled_s: float) -> float:
-        """The most after `settled_s` seconds, over the most in the last ten seconds before."""
-        return self.peak_bytes(settled_s, math.inf) / self.peak_bytes(settled_s - 10.0, settled_s)
+        """The most after `settled_s` seconds, over the most in the SETTLED_S before."""
+        return self.peak_bytes(settled_s, math.inf) / self.peak_bytes(settled_s - SETTLED_S, settled_s)

@@ -181,9 +181,13 @@ def test_rotary_frequencies_that_hang_on_the_longest_are_not_shared(tiny: MakeTi
     assert isinstance(batching, SingleBatching)
     assert "dynamic" in batching.description
     with crowd_of(batching) as crowd:
-        asked = [crowd.ask(prompt, 4) for prompt in PROMPTS[:2]]
+        asked = [crowd.ask(prompt, 20) for prompt in (PROMPTS[0], PROMPTS[2], PROMPTS[0], PROMPTS[1])]
         crowd.run()
-        assert all(len(crowd.tokens(request)) == 4 for request in asked)
+    tokens = [crowd.tokens(request) for request in asked]
+    assert tokens[0] == tokens[2], "what was asked before, and was longer, leaves nothing behind"
+    fresh = engine_of(tiny("llama_dynamic"), PREFETCH)
+    for prompt, answer in ((PROMPTS[2], tokens[1]), (PROMPTS[1], tokens[3])):
+        assert fresh.generate(prompt, SamplingParams(max_tokens=20), ignore_eos=True).token_ids == answer
 
 
 def test_a_cache_that_turns_is_computed_anew(tiny: MakeTiny) -> None:

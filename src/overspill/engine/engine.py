@@ -19,7 +19,7 @@ from overspill.engine.sampling import Completion, SamplingParams, Step
 from overspill.engine.tokens import TextStream, encode, refuse_length
 from overspill.errors import ConfigError
 from overspill.machine.device import Device
-from overspill.model.hf import cache_of, tensors_in
+from overspill.model.hf import cache_of, forget_longest, tensors_in
 from overspill.offload.ledger import Ledger
 from overspill.offload.placed import PlacedModel
 from overspill.plan import Plan
@@ -93,6 +93,7 @@ class Engine:
         )
         inputs = device.to_device(torch.tensor([ids]))
         with self.placed.running():
+            forget_longest(model)
             recorder = _Recorder(self, on_text)
             model.generation_config = config  # set here too: `generate` fills what is None in its argument from there
             torch.manual_seed(params.seed)

@@ -11,7 +11,7 @@ import torch
 
 from overspill.engine.batching import Batching, Slice
 from overspill.engine.sequences import RunningSequence
-from overspill.model.hf import cache_argument, cache_of, tensors_in
+from overspill.model.hf import cache_argument, cache_of, forget_longest, tensors_in
 from overspill.model.hf_joined import attends, join, select
 from overspill.offload.placed import PlacedModel
 
@@ -159,6 +159,9 @@ class SingleBatching(Batching):
         sequence = slices[0].sequence
         if self._turns_at is not None and sequence.computed <= self._turns_at < len(sequence.tokens):
             sequence.held = None
+        if sequence.computed == 0:
+            with self.model.placed.running():
+                forget_longest(self.model.placed.model)
         start = sequence.computed if sequence.held is not None else 0
         scores, sequence.held = self.model([sequence.tokens[start:]], sequence.held, [start])
         self._length = len(sequence.tokens)

@@ -216,6 +216,21 @@ def _observe(experts: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weig
 ALL_EXPERTS_FUNCTIONS.register("overspill_observe", _observe)  # for good: the registry would keep a closure's model
 
 
+def forget_longest(model: nn.Module) -> None:
+    """Before a new sequence, while running: rotary frequencies that grew with the longest one so far shrink again.
+
+    transformers' "dynamic" ones otherwise stay grown until a shorter pass than the original length comes by, so that
+    an answer would depend on what was asked before.
+    """
+    for module in model.modules():
+        for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+            prefix = name.removesuffix("max_seq_len_cached")
+            original = getattr(module, f"{prefix}original_inv_freq", None)
+            if original is not None and hasattr(module, "original_max_seq_len"):
+                setattr(module, name, module.original_max_seq_len)
+                getattr(module, f"{prefix}inv_freq").copy_(original)
+
+
 def cache_of(output: Any) -> Any:
     """The cache that a forward pass returned, whatever this architecture calls it; None without one."""
     for name in ("cache", "past_key_values", "cache_params", "mems"):

@@ -126,7 +126,7 @@ def _named_below(model: nn.Module, layer: nn.Module) -> Iterator[tuple[str, nn.P
 def _buffers_on_meta(model: nn.Module) -> Iterator[None]:
     """Real buffers stand aside for meta ones meanwhile, so that no operation mixes the two.
 
-    Whatever else a pass leaves in the modules is gone afterwards too: some rotary embeddings keep tensors in attributes.
+    What else a pass leaves in the modules is gone afterwards too: some rotary embeddings keep tensors in attributes.
     """
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
