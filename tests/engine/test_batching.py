@@ -205,6 +205,21 @@ def test_a_cache_that_turns_is_computed_anew(tiny: MakeTiny) -> None:
     assert isinstance(batching_of(engine_of(tiny("phi3_longrope"), PREFETCH, context=16)), PackedBatching)
 
 
+@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_next"])
+def test_states_do_not_count_by_token(name: str, tiny: MakeTiny) -> None:
+    """A cache planned for so many requests holds so many, however long the context is."""
+    batching = batching_of(engine_of(tiny(name), PREFETCH, context=64))
+    with crowd_of(batching) as crowd:
+        for _ in range(SEQUENCES):
+            crowd.ask([1, 2], 62)
+        for _ in range(2 * SEQUENCES):
+            crowd.scheduler.step()
+        assert len(crowd.scheduler.running) == SEQUENCES
+        assert 0.0 < batching.usage <= 1.0
+        for request in list(crowd.outputs):
+            crowd.cancel(request)
+
+
 FULL = LayerShape(heads=2, key_size=8, value_size=8, dtype=torch.float32, window=None)
 WINDOWED = LayerShape(heads=1, key_size=8, value_size=8, dtype=torch.float32, window=20)
 

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
 import torch
 
-from overspill.engine.grammar import GrammarCompiler
+from overspill.engine.grammar import GrammarCompiler, GrammarError
 from overspill.engine.requests import FinishReason, Request, RequestParams
 from overspill.engine.sampler import choose_token
 from overspill.engine.sequences import RunningSequence
@@ -64,6 +65,25 @@ def test_states_are_each_answers_own(compiler: GrammarCompiler) -> None:
     assert torch.equal(other.allowed(scores), before)
     assert not torch.equal(one.allowed(scores), before)
     assert scores.eq(0).all()
+
+
+HOSTILE = (
+    {"$ref": "#"},
+    {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    {"type": "string", "pattern": "^(a?){5000}a{5000}$"},
+    {"allOf": [{"type": "string"}, {"type": "number"}]},
+)
+
+
+@pytest.mark.parametrize("schema", HOSTILE)
+def test_a_schema_that_cannot_be_followed_ends_its_own_answer_alone(
+    compiler: GrammarCompiler, schema: dict[str, object]
+) -> None:
+    """Refused at once, or told when it shows; never anything but an error of ours."""
+    with contextlib.suppress(ConfigError, GrammarError):
+        state = compiler.json(schema).start()
+        for _ in range(200):
+            state.take(int(state.allowed(torch.randn(VOCABULARY)).argmax()))
 
 
 @pytest.mark.parametrize("schema", [{"type": "nope"}, {"minItems": "x"}, {"$ref": "https://example.org/s.json"}])

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from crowds import CONTEXT, SEQUENCES, engine_of
 
 from overspill.engine import Engine, SamplingParams
+from overspill.engine.grammar import GrammarError
 from overspill.engine.requests import (
     DrainingError,
     EngineFailedError,
@@ -179,6 +181,32 @@ def test_a_step_that_throws_fails_only_its_requests(service: EngineService, engi
     submit(service, again)
     assert again.reason() is FinishReason.LENGTH
     assert again.tokens == engine.generate([5], SamplingParams(max_tokens=3), ignore_eos=True).token_ids
+
+
+class Lost:
+    """A grammar that no answer can follow for long."""
+
+    def start(self) -> Lost:
+        return self
+
+    def allowed(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+    def take(self, token: int) -> bool:
+        raise GrammarError("it ends nowhere")
+
+
+def test_one_requests_own_trouble_is_no_neighbours(service: EngineService) -> None:
+    good = Asked([5, 6], 12)
+    bad = [Asked([7], 4, grammar=Lost()) for _ in range(FAILED_STEPS + 1)]
+    submit(service, good, *bad[:4])
+    assert all(one.reason() is FinishReason.ERROR for one in bad[:4])
+    for one in bad[4:]:
+        submit(service, one)
+        assert one.reason() is FinishReason.ERROR
+        assert "ends nowhere" in str(one.outputs[-1].error)
+    assert good.reason() is FinishReason.LENGTH
+    assert service.failure is None
 
 
 @pytest.mark.parametrize(

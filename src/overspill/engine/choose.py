@@ -19,7 +19,7 @@ from overspill.engine.batching import Batching
 from overspill.engine.packed import PackedBatching
 from overspill.engine.requests import Request, RequestParams
 from overspill.engine.sequences import RunningSequence
-from overspill.engine.unpacked import CachedModel, JoinedBatching, SingleBatching, cache_token_bytes
+from overspill.engine.unpacked import CachedModel, JoinedBatching, SingleBatching, cache_bytes
 from overspill.errors import CapacityError
 from overspill.model.hf_joined import why_not_joinable
 from overspill.model.hf_packed import layer_shapes
@@ -56,7 +56,8 @@ def choose_batching(placed: PlacedModel, *, max_num_seqs: int, max_batch_tokens:
     cache = alone[0].cache
     shapes = layer_shapes(placed.model, cache)
     not_joinable = why_not_joinable(cache)
-    token_bytes = cache_token_bytes(cache, len(probes[0]))
+    token_bytes = max(0, cache_bytes(cache) - cache_bytes(alone[1].cache)) // (len(probes[0]) - len(probes[1]))
+    row_bytes = max(0, cache_bytes(cache) - len(probes[0]) * token_bytes)
     reasons: list[str] = []
     for way in (PackedBatching, JoinedBatching):
         reason = (shapes if isinstance(shapes, str) else None) if way is PackedBatching else not_joinable
@@ -66,7 +67,9 @@ def choose_batching(placed: PlacedModel, *, max_num_seqs: int, max_batch_tokens:
                 assert not isinstance(shapes, str)
                 batching = PackedBatching(placed, shapes, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens)
             else:
-                batching = JoinedBatching(placed, max_num_seqs=max_num_seqs, token_bytes=token_bytes)
+                batching = JoinedBatching(
+                    placed, max_num_seqs=max_num_seqs, row_bytes=row_bytes, token_bytes=token_bytes
+                )
             reason = _difference(batching, probes, alone, placed)
             if reason is None:
                 batching.description += f" ({'; '.join(reasons)})" if reasons else ""

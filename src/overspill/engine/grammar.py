@@ -17,10 +17,14 @@ import torch
 from llguidance import LLMatcher
 from llguidance import numpy as bitmasks
 
-from overspill.errors import ConfigError, DefectError
+from overspill.errors import ConfigError, OverspillError
 
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As models write it themselves; free whitespace is where a small one loses its way."""
+
+
+class GrammarError(OverspillError):
+    """An answer cannot go on as its grammar wants it to."""
 
 
 class GrammarCompiler:
@@ -41,11 +45,18 @@ class GrammarCompiler:
             text = LLMatcher.grammar_from_json_schema(dict(schema), defaults=_LAYOUT)
         except ValueError as error:
             raise ConfigError(f"the JSON schema cannot be read: {error}", hint="a schema of JSON Schema") from error
-        if wrong := LLMatcher.validate_grammar(text, self._tokens):
+        wrong = LLMatcher.validate_grammar(text, self._tokens)
+        grammar = Grammar(text, self._tokens, self._vocabulary)
+        try:
+            if not wrong and not grammar.start().allowed(torch.zeros(self._vocabulary)).isfinite().any():
+                wrong = "no answer at all follows it"
+        except GrammarError as error:
+            wrong = error.message
+        if wrong:
             raise ConfigError(
                 f"the JSON schema cannot be followed: {wrong.splitlines()[0][:300]}", hint="a simpler schema"
             )
-        return Grammar(text, self._tokens, self._vocabulary)
+        return grammar
 
 
 @dataclass(frozen=True)
@@ -71,13 +82,19 @@ class GrammarState:
     def allowed(self, scores: torch.Tensor) -> torch.Tensor:
         """`scores`, float32 [vocabulary], with minus infinity where a token may not come next."""
         bitmasks.fill_next_token_bitmask(self._matcher, self._bits, 0)
-        if wrong := self._matcher.get_error():
-            raise DefectError(f"the grammar was lost on the way: {wrong}", hint="please report it with the schema")
+        self._refuse_lost()
         allowed = np.unpackbits(self._bits[0].view(np.uint8), bitorder="little")[: self._vocabulary].view(np.bool_)
         return scores.masked_fill(~torch.from_numpy(allowed), float("-inf"))
 
     def take(self, token: int) -> bool:
         """Go on by a token that was allowed; whether the answer is complete, and nothing may follow."""
-        taken = self._matcher.consume_token(token)
-        assert taken, "only what is allowed is chosen"
+        self._matcher.consume_token(token)
+        self._refuse_lost()
         return bool(self._matcher.is_stopped())
+
+    def _refuse_lost(self) -> None:
+        if wrong := self._matcher.get_error():
+            raise GrammarError(
+                f"the answer's schema is more than can be followed: {wrong.splitlines()[0][:300]}",
+                hint="a simpler schema",
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -12,6 +13,8 @@ from overspill.engine.requests import FinishReason, Output, Request
 from overspill.engine.sampler import choose_token
 from overspill.engine.sequences import RunningSequence
 from overspill.errors import OverspillError
+
+logger = logging.getLogger("overspill")
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,13 @@ class Scheduler:
         now = time.monotonic()
         ended = []
         for sequence, row in zip(ending, scores, strict=True):
-            output = sequence.append(choose_token(row, sequence))
+            try:
+                output = sequence.append(choose_token(row, sequence))
+            except Exception as error:  # one request's own settings (a grammar that ends nowhere) are no one else's
+                logger.error("choosing a token failed: %s: %s", type(error).__name__, error, exc_info=error)
+                self.fail([sequence], error)
+                ended.append(sequence.request)
+                continue
             sequence.request.times.setdefault("first", now)
             self.generation_tokens += 1
             if output.finish_reason is not None:

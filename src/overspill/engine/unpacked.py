@@ -51,18 +51,21 @@ class CachedModel:
 class JoinedBatching(Batching):
     """Requests decode together, one row each of a joined cache; a prompt is a pass of its own, at its full length.
 
-    A request is let in when the cache's memory would hold it and all others at their longest.
+    A request is let in when the cache's memory would hold it and all others at their longest: each takes `row_bytes`
+    for its states and `token_bytes` for each position of the longest.
     """
 
     name = "joined by row"
 
-    def __init__(self, placed: PlacedModel, *, max_num_seqs: int, token_bytes: int) -> None:
-        context_tokens, budget_bytes = placed.plan.context_tokens, placed.plan.memory.kv_cache_bytes
+    def __init__(self, placed: PlacedModel, *, max_num_seqs: int, row_bytes: int, token_bytes: int) -> None:
         self.model = CachedModel(placed)
         self.max_num_seqs = max_num_seqs
-        self.max_request_tokens = context_tokens
-        rows = max_num_seqs if budget_bytes is None else budget_bytes // max(1, token_bytes * context_tokens)
-        self._budget_tokens = max(1, rows) * context_tokens
+        self.max_request_tokens = placed.plan.context_tokens
+        self._row_bytes, self._token_bytes = row_bytes, token_bytes
+        budget_bytes = placed.plan.memory.kv_cache_bytes
+        self._budget_bytes = (
+            self._bytes(max_num_seqs, self.max_request_tokens) if budget_bytes is None else budget_bytes
+        )
         self._rows: list[RunningSequence | None] = []  # None where one has gone and its row is still there
         self._cache: Any = None
         self._padded = 0
@@ -73,7 +76,10 @@ class JoinedBatching(Batching):
 
     @property
     def usage(self) -> float:
-        return min(1.0, len(self._rows) * self._padded / self._budget_tokens)
+        return min(1.0, self._bytes(len(self._rows), self._padded) / max(1, self._budget_bytes))
+
+    def _bytes(self, rows: int, longest: int) -> int:
+        return rows * (self._row_bytes + longest * self._token_bytes)
 
     def compose(self, running: list[RunningSequence], waiting: deque[RunningSequence]) -> list[Slice]:
         fits = waiting and len(running) < self.max_num_seqs and self._fits([*running, waiting[0]])
@@ -86,7 +92,8 @@ class JoinedBatching(Batching):
         return [Slice(sequence, 1) for sequence in running]
 
     def _fits(self, sequences: list[RunningSequence]) -> bool:
-        return len(sequences) * max(s.final_length for s in sequences) <= self._budget_tokens or len(sequences) == 1
+        longest = max(s.final_length for s in sequences)
+        return len(sequences) == 1 or self._bytes(len(sequences), longest) <= self._budget_bytes
 
     def forward(self, slices: list[Slice]) -> torch.Tensor:
         first = slices[0].sequence
@@ -172,7 +179,6 @@ class SingleBatching(Batching):
         self._length = 0
 
 
-def cache_token_bytes(cache: Any, tokens: int) -> int:
-    """Bytes that a cache of one sequence of `tokens` tokens takes per token, states included."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(cache)}
-    return -(-sum(storages.values()) // tokens)
+def cache_bytes(cache: Any) -> int:
+    """What the tensors of a cache hold; spare room in their storages is not counted."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(cache))

@@ -109,6 +109,10 @@ def _handle_errors(app: FastAPI) -> None:
     async def gone(request: Request, error: ClientGoneError) -> Response:
         return Response(status_code=_CLIENT_GONE)
 
+    @app.exception_handler(UnicodeEncodeError)
+    async def half_a_character(request: Request, error: UnicodeEncodeError) -> Response:
+        return ApiError(400, "the body holds half a character (as \\ud800 alone), which is no text").response()
+
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return _invalid(request, list(error.errors())).response()

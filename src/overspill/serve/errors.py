@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
+from overspill.engine.grammar import GrammarError
 from overspill.engine.requests import DrainingError, EngineFailedError, QueueFullError
 from overspill.errors import CapacityError, ConfigError, OverspillError
 
@@ -66,7 +67,7 @@ def told(error: OverspillError) -> ApiError:
         return ApiError(503, text, code="draining", headers={"Retry-After": str(DRAINING_RETRY_S)})
     if isinstance(error, EngineFailedError):
         return ApiError(503, without_paths(text), code="engine_failed")
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | GrammarError):
         return ApiError(400, without_paths(text))
     if isinstance(error, CapacityError):
         return ApiError(500, without_paths(text), code="out_of_memory")
