@@ -11,8 +11,8 @@ from copy import copy
 from typing import Any
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -20,6 +20,9 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
+
+NoCacheLayer: type = getattr(cache_utils, "DummyLayer", type("NoCacheLayer", (), {}))  # 5.24 has it, 5.17 does not
+"""What stands in a cache for a layer that keeps nothing."""
 
 _ATTENDING = (
     DynamicLayer,
@@ -38,7 +41,7 @@ def why_not_joinable(cache: Any) -> str | None:
     """Why the cache of a pass cannot be joined with others by row; None where it can."""
     if type(cache) is not DynamicCache:
         return f"its cache is a {type(cache).__name__}"
-    known = {DummyLayer, *_ATTENDING, *_WITH_STATES}
+    known = {NoCacheLayer, *_ATTENDING, *_WITH_STATES}
     foreign = next((type(layer).__name__ for layer in cache.layers if type(layer) not in known), None)
     return None if foreign is None else f"a layer's cache is a {foreign}"
 

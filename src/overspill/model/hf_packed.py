@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from overspill.errors import UnsupportedModelError
 from overspill.model.hf import cache_argument
+from overspill.model.hf_joined import NoCacheLayer
 
 IMPLEMENTATION = "overspill_packed"
 
@@ -199,7 +200,7 @@ class PackedModel:
         self.model: Any = model
         shapes = layer_windows(model)
         layers = [
-            PackedLayer(*pair, window) if pair is not None else DummyLayer()
+            PackedLayer(*pair, window) if pair is not None else NoCacheLayer()
             for pair, window in zip(keys_values, shapes, strict=True)
         ]
         configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
@@ -267,7 +268,7 @@ def layer_shapes(model: nn.Module, cache: Any) -> list[LayerShape | None] | str:
                     keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, getattr(layer, "sliding_window", None)
                 )
             )
-        elif type(layer) is DummyLayer:
+        elif type(layer) is NoCacheLayer:
             shapes.append(None)
         else:
             return f"a layer's cache is a {type(layer).__name__}"
