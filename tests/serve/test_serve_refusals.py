@@ -72,6 +72,11 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("completions", {"temperature": 1e-5}, "temperature", "from 0.001"),
     ("completions", {"top_p": 0}, "top_p", "greater than"),
     ("completions", {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ("completions", {"prompt": [[5]] * 2049}, "prompt", "at most 2048"),
+    ("completions", {"prompt": [[5]] * (MAX_WAITING + 1)}, "n", f"the queue holds {MAX_WAITING}"),
+    ("completions", {"prompt": "x" * 5000}, "prompt", "5000 characters are more than"),
+    ("completions", {"x" * 3000: 1}, "x" * 64, "is unknown"),
+    ("completions", {"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias", "at most 1024"),
     ("completions", {"n": MAX_WAITING + 1}, "n", f"the queue holds {MAX_WAITING}"),
     ("completions", {"max_tokens": "3"}, "max_tokens", "valid integer"),
 ]

@@ -13,7 +13,7 @@ from overspill.config.refusals import shown
 from overspill.engine.requests import MAX_LOGPROBS
 from overspill.serve.fields import ONE, ONE_OR_SEVERAL, SEVERAL, Body, Only, Text, TokenId, refuse
 
-MAX_CHOICES, MAX_STOPS = 128, 16
+MAX_CHOICES, MAX_STOPS, MAX_PROMPTS, MAX_MESSAGES, MAX_BIASES = 128, 16, 2048, 4096, 1024
 COMPLETION_TOKENS = 16  # OpenAI's default for text completions
 
 _NO_TOOLS = "this server calls no tools"
@@ -87,7 +87,7 @@ class Sampled(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,17})$")], Bias] | None = Field(
-        default=None, description="Token ids, as texts, to what is added to their scores."
+        default=None, max_length=MAX_BIASES, description="Token ids, as texts, to what is added to their scores."
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
         default=None, description="Answer i is sampled with seed + i; absent, each has one of its own."
@@ -193,7 +193,7 @@ class Message(Body):
 class ChatBody(Sampled):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
@@ -243,9 +243,9 @@ def _kind_of_prompt(prompt: Any) -> str:
 
 Prompt = Annotated[
     Annotated[Text, Tag("<text>")]
-    | Annotated[list[Text], Tag("<texts>")]
+    | Annotated[list[Text], Field(max_length=MAX_PROMPTS), Tag("<texts>")]
     | Annotated[TokenIds, Tag("<ids>")]
-    | Annotated[list[TokenIds], Tag("<lists of ids>")],
+    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS), Tag("<lists of ids>")],
     Discriminator(_kind_of_prompt),
 ]
 

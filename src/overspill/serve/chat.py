@@ -20,7 +20,7 @@ from overspill.serve.answers import (
     Usage,
 )
 from overspill.serve.bodies import ChatBody
-from overspill.serve.completing import Header, completing, finish, json_answer, stream_documented, usage_of
+from overspill.serve.completing import Header, completing, finish, json_answer, refuse_many, stream_documented, usage_of
 from overspill.serve.errors import BODY_ERRORS, documented
 from overspill.serve.events import EventStream
 from overspill.serve.generation import Generation, unless_gone
@@ -40,6 +40,7 @@ def chat_router(served: Served) -> APIRouter:
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         """Answer a conversation, whole or streamed."""
         header = Header.new("chatcmpl", served.name_of(body.model))
+        refuse_many(served, body.n)
         ids = await served.encode_chat(
             [message.for_template() for message in body.messages], variables=body.chat_template_kwargs
         )

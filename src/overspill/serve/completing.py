@@ -35,16 +35,18 @@ class Header:
 
 
 def completing(served: Served, body: Sampled, sequences: list[tuple[list[int], RequestParams]]) -> Generation:
-    """Submits them all. ApiError where they could never wait together, or name tokens that there are not."""
+    """Submits them all. ApiError where they name tokens that there are not."""
     served.refuse_unknown(body.stop_token_ids or (), "stop_token_ids")
     served.refuse_unknown(map(int, body.logit_bias or ()), "logit_bias")
-    if len(sequences) > served.limits.max_waiting:
-        raise ApiError(
-            400,
-            f"{len(sequences)} answers are asked for at once; the queue holds {served.limits.max_waiting}",
-            param="n",
-        )
     return Generation(served.service, sequences, served.metrics.on_output)
+
+
+def refuse_many(served: Served, answers: int) -> None:
+    """ApiError for more answers than could ever wait together; judged before anything is made for each of them."""
+    if answers > served.limits.max_waiting:
+        raise ApiError(
+            400, f"{answers} answers are asked for at once; the queue holds {served.limits.max_waiting}", param="n"
+        )
 
 
 def finish(reason: FinishReason | None) -> Literal["stop", "length"]:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from overspill.engine.requests import TokenLogprob
 from overspill.serve.answers import TextChoice, TextCompletion, TextLogprobs, Usage
 from overspill.serve.bodies import COMPLETION_TOKENS, CompletionBody
-from overspill.serve.completing import Header, completing, finish, json_answer, stream_documented, usage_of
+from overspill.serve.completing import Header, completing, finish, json_answer, refuse_many, stream_documented, usage_of
 from overspill.serve.errors import BODY_ERRORS, documented
 from overspill.serve.events import EventStream
 from overspill.serve.generation import Generation, unless_gone
@@ -31,6 +31,7 @@ def completions_router(served: Served) -> APIRouter:
     async def create_completion(body: CompletionBody, request: Request) -> Response:
         """Continue texts or token ids, whole or streamed. Answers to one prompt stand side by side."""
         header = Header.new("cmpl", served.name_of(body.model))
+        refuse_many(served, len(body.prompts) * body.n)
         prompts = [await served.encode(prompt, special_tokens=body.add_special_tokens) for prompt in body.prompts]
         room = served.service.max_request_tokens
         grammar = await served.grammar(body.response_format)

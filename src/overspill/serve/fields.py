@@ -16,6 +16,8 @@ from overspill.config.refusals import dotted, shown
 ONE, SEVERAL = "<one>", "<several>"
 ONE_OR_SEVERAL = Discriminator(lambda value: SEVERAL if isinstance(value, list) else ONE)
 
+_LONGEST_NAME = 64
+
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -30,9 +32,10 @@ class Body(BaseModel):
         names = [field.alias or name for name, field in cls.model_fields.items()]
         for name in data if isinstance(data, dict) else ():
             if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
+                shown_name = name[:_LONGEST_NAME]  # comparing takes long for what is no name
+                near = difflib.get_close_matches(shown_name, names, n=1)
                 hint = f'did you mean "{near[0]}"?' if near else f"known are: {' '.join(names)}"
-                raise refuse(f"is unknown; {hint}", name)
+                raise refuse(f"is unknown; {hint}", shown_name)
         return data
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
@@ -62,6 +62,7 @@ class Served:
             self.refuse_unknown(prompt, "prompt")
             return prompt
         self._tokenizer("prompt")
+        self._refuse_long(len(prompt), "prompt")
         return _not_empty(await self._beside(self._encode, prompt, special_tokens), "prompt")
 
     async def encode_chat(
@@ -73,6 +74,7 @@ class Served:
     ) -> list[int]:
         """Through the model's own chat template, which may refuse the messages."""
         tokenizer = self._tokenizer("messages")
+        self._refuse_long(sum(len(message["content"]) for message in messages), "messages")
         if not getattr(tokenizer, "chat_template", None):
             raise ApiError(
                 400, "this model has no chat template; POST /v1/completions continues a text", param="messages"
@@ -108,6 +110,22 @@ class Served:
             raise ApiError(
                 400, f"token id {unknown} is not in the model's vocabulary of {vocabulary}", param=field_name
             )
+
+    def _refuse_long(self, characters: int, field_name: str) -> None:
+        """ApiError for a text that no tokenizer makes short enough: that is told without keeping it busy."""
+        room = self.service.max_request_tokens
+        if characters > room * self.longest_token:
+            raise ApiError(
+                400,
+                f"{characters} characters are more than the {room} tokens that a request may have",
+                param=field_name,
+                code="context_length_exceeded",
+            )
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters, or bytes, of the longest token that there is."""
+        return max(map(len, self._tokenizer("prompt").get_vocab()))
 
     def token_names(self, ids: Sequence[int]) -> list[str]:
         return [str(name) for name in self._tokenizer("prompt").convert_ids_to_tokens(list(ids))]
