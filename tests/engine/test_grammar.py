@@ -86,7 +86,10 @@ def test_a_schema_that_cannot_be_followed_ends_its_own_answer_alone(
             state.take(int(state.allowed(torch.randn(VOCABULARY)).argmax()))
 
 
-@pytest.mark.parametrize("schema", [{"type": "nope"}, {"minItems": "x"}, {"$ref": "https://example.org/s.json"}])
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "nope"}, {"minItems": "x"}, {"$ref": "https://example.org/s.json"}, {"x-guidance": {"lenient": True}}],
+)
 def test_what_is_no_schema_is_refused(compiler: GrammarCompiler, schema: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="JSON schema"):
         compiler.json(schema)

@@ -87,6 +87,16 @@ def test_logprobs_are_given_where_they_were_asked_for() -> None:
     assert answer("a", logprobs=0)[0][0].logprobs[0].logprob == -1.0
 
 
+def test_logprobs_go_as_far_as_the_text() -> None:
+    """Held back with it, and cut with it; a token that the stop text begins in is part of it."""
+    outputs, _ = answer("ab<enough>c", logprobs=0, stop=("<end>",))
+    assert [len(output.logprobs) for output in outputs[:7]] == [1, 1, 0, 0, 0, 4, 1]
+    assert sum(len(output.logprobs) for output in outputs) == len("ab<enough>c") + 1
+    outputs, _ = answer("ab<end>c", logprobs=0, stop=("<end>",))
+    assert sum(len(output.logprobs) for output in outputs) == len("ab")
+    assert len(answer("é€", logprobs=0)[0][0].logprobs) == 1
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [

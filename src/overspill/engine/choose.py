@@ -96,6 +96,9 @@ def _not_shared(placed: PlacedModel) -> SingleBatching | None:
     if getattr(config, "attn_temperature_tuning", False) and context > config.floor_scale:
         why = f"its attention is scaled by the length of the whole pass from {config.floor_scale} tokens on"
         return SingleBatching(placed, why=why)
+    if context > (window := getattr(config, "keep_window_size", None) or context):
+        why = f"beyond {window} tokens its attention keeps the best of all positions of a pass, padded ones among them"
+        return SingleBatching(placed, why=why)
     return None
 
 

@@ -21,6 +21,7 @@ from overspill.errors import ConfigError, OverspillError
 
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As models write it themselves; free whitespace is where a small one loses its way."""
+_LONGEST_REASON = 300  # it may repeat the schema
 
 
 class GrammarError(OverspillError):
@@ -41,10 +42,13 @@ class GrammarCompiler:
 
     def json(self, schema: Mapping[str, Any]) -> Grammar:
         """JSON that `schema` describes. ConfigError where that is no JSON schema, or more than can be followed."""
+        if "x-guidance" in schema:
+            raise ConfigError('the JSON schema holds "x-guidance", which is not JSON Schema', hint="leave it out")
         try:
             text = LLMatcher.grammar_from_json_schema(dict(schema), defaults=_LAYOUT)
         except ValueError as error:
-            raise ConfigError(f"the JSON schema cannot be read: {error}", hint="a schema of JSON Schema") from error
+            reason = str(error)[:_LONGEST_REASON]
+            raise ConfigError(f"the JSON schema cannot be read: {reason}", hint="a schema of JSON Schema") from error
         wrong = LLMatcher.validate_grammar(text, self._tokens)
         grammar = Grammar(text, self._tokens, self._vocabulary)
         try:
@@ -54,7 +58,8 @@ class GrammarCompiler:
             wrong = error.message
         if wrong:
             raise ConfigError(
-                f"the JSON schema cannot be followed: {wrong.splitlines()[0][:300]}", hint="a simpler schema"
+                f"the JSON schema cannot be followed: {wrong.splitlines()[0][:_LONGEST_REASON]}",
+                hint="a simpler schema",
             )
         return grammar
 
@@ -95,6 +100,6 @@ class GrammarState:
     def _refuse_lost(self) -> None:
         if wrong := self._matcher.get_error():
             raise GrammarError(
-                f"the answer's schema is more than can be followed: {wrong.splitlines()[0][:300]}",
+                f"the answer's schema is more than can be followed: {wrong.splitlines()[0][:_LONGEST_REASON]}",
                 hint="a simpler schema",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -29,6 +29,7 @@ class RunningSequence:
         self.generator = torch.Generator().manual_seed(request.params.seed)
         self.counts: Counter[int] = Counter()  # of generated tokens
         self.grammar = request.params.grammar.start() if request.params.grammar is not None else None
+        self._unshown: deque[tuple[TokenLogprob, int, int]] = deque()  # with where their texts begin and end
         self._text = _AnswerText(decode, request.params.stop)
         self._ends = frozenset(request.params.stop_token_ids) | (
             frozenset() if request.params.ignore_eos else frozenset(eos)
@@ -53,12 +54,27 @@ class RunningSequence:
         complete = self.grammar is not None and self.grammar.take(token)
         ended = token in self._ends
         full = self.request.generated >= self.request.params.max_tokens
+        start = self._text.length
         text = self._text.feed([] if ended else [token], last=ended or complete or full)
         reason = FinishReason.STOP if ended or complete or self._text.stopped else FinishReason.LENGTH if full else None
         if reason is not None:
             self.request.times["finished"] = time.monotonic()
-        logprobs = (chosen,) if self.request.params.logprobs is not None else ()
-        return Output(text, (token,), logprobs, reason)
+        self._unshown.append((chosen, start, self._text.length))
+        return Output(text, (token,), self._shown(last=reason is not None), reason)
+
+    def _shown(self, *, last: bool) -> tuple[TokenLogprob, ...]:
+        """The tokens whose text has been given, of those that were not shown before; none where nobody asked.
+
+        Of an answer that a stop text ended, those that begin before it.
+        """
+        shown = []
+        while self._unshown:
+            chosen, start, end = self._unshown[0]
+            if not (start < self._text.given if self._text.stopped else last or end <= self._text.given):
+                break
+            self._unshown.popleft()
+            shown.append(chosen)
+        return tuple(shown) if self.request.params.logprobs is not None else ()
 
 
 class _AnswerText:
@@ -68,12 +84,20 @@ class _AnswerText:
         self._stream = TextStream(decode)
         self._stop = stop
         self._pending = ""
+        self.length = self.given = 0  # characters that were generated, and of those that were given
         self.stopped = False
 
     def feed(self, tokens: Sequence[int], *, last: bool) -> str:
+        before = len(self._pending)
         self._pending += self._stream.feed(tokens) if tokens else ""
         if last:
             self._pending += self._stream.finish()
+        self.length += len(self._pending) - before
+        text = self._next(last=last)
+        self.given += len(text)
+        return text
+
+    def _next(self, *, last: bool) -> str:
         at = min((found for text in self._stop if (found := self._pending.find(text)) >= 0), default=math.inf)
         if at < math.inf:
             self.stopped = True

@@ -9,6 +9,7 @@ import asyncio
 import base64
 import binascii
 import hmac
+import re
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +18,7 @@ from overspill.serve.address import is_loopback
 from overspill.serve.errors import ApiError, unexpected
 from overspill.serve.limits import Limits
 
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:%\[\]]+))(?::\d+)?")
 _DISCARDED = 8  # times the limit is read of a body that is over it, so that its sender comes to read the refusal
 _CHALLENGES = {True: 'Basic realm="overspill"', False: "Bearer"}
 
@@ -162,10 +164,9 @@ class SizeGuard:
 
 
 def _host_name(header: str) -> str:
-    """The host of a Host header, without its port and an address's brackets."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0]
+    """The host of a Host header, without its port and an address's brackets; "" for what is no such header."""
+    found = _HOST.fullmatch(header)
+    return (found[1] or found[2]) if found is not None else ""
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

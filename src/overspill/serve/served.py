@@ -81,7 +81,7 @@ class Served:
             )
         own = variables or {}
         for name in own:
-            if name in inspect.signature(tokenizer.apply_chat_template).parameters:
+            if name == "self" or name in inspect.signature(tokenizer.apply_chat_template).parameters:
                 raise ApiError(
                     400, f'"{name}" is not a variable of the chat template', param=f"chat_template_kwargs.{name}"
                 )

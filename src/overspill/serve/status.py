@@ -56,6 +56,7 @@ def status_router(served: Served) -> APIRouter:
         """One of them."""
         return card(served.name_of(model))
 
+    @router.head("/health", include_in_schema=False)
     @router.get(
         "/health", response_class=PlainTextResponse, responses={503: documented(503)[503], 403: documented(403)[403]}
     )

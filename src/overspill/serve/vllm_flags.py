@@ -95,8 +95,10 @@ UNHONOURED: Mapping[str, Flag] = {
     "--speculative-config": _SPECULATION,
     "--max-logprobs": Flag("a request may ask for 20", "leave it out", ("20",)),
     "--logits-processors": Flag("the engine's are fixed", "logit_bias in a request"),
-    "--structured-outputs-config": Flag("answers are free text", "leave it out"),
-    "--guided-decoding-backend": Flag("answers are free text", "leave it out", ("auto",)),
+    "--structured-outputs-config": Flag(
+        "a schema is followed by llguidance, and nothing of it can be set", "leave it out"
+    ),
+    "--guided-decoding-backend": Flag("a schema is followed by llguidance", "leave it out", ("auto", "guidance")),
     "--limit-mm-per-prompt": _MEDIA,
     "--mm-processor-kwargs": _MEDIA,
     "--allowed-local-media-path": _MEDIA,
