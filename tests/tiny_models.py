@@ -107,6 +107,21 @@ TINY: Mapping[str, Tiny] = {
             "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
         },
     ),
+    "mamba": Tiny("MambaConfig", {"hidden_size": 32, "state_size": 8, "intermediate_size": 64, "time_step_rank": 4}),
+    "bamba": Tiny(
+        "BambaConfig",
+        {
+            "hidden_size": 40,
+            "intermediate_size": 45,
+            "num_key_value_heads": 5,
+            "mamba_n_heads": 10,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 8,
+            "attn_layer_indices": [1, 4],
+        },
+    ),
     "phi3_longrope": Tiny(
         "Phi3Config",
         {

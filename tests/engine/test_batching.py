@@ -24,7 +24,8 @@ from tiny_models import ARCHITECTURES, VOCABULARY, MakeTiny
 
 UVA = {"uva": {"cpu_offload_gb": gib(100_000)}}
 PREFETCH = {"prefetch": {"offload_group_size": 2}}
-WITH_STATE = ("qwen3_next", "kimi_linear", "nemotron_h")
+STATES_ONLY = ("mamba", "bamba")
+WITH_STATE = ("qwen3_next", "kimi_linear", "nemotron_h", *STATES_ONLY)
 PROMPTS = ((5, 17, 99, 3, 64, 21, 120, 7, 40), (1, 2, 3), (9,) * 20, (4, 5, 6, 7), (8,))
 
 
@@ -66,7 +67,7 @@ def crowd_of(batching: Batching) -> Iterator[Crowd]:
     assert batching.usage == 0.0
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *STATES_ONLY])
 def test_each_architecture_is_batched_and_answers_as_alone(name: str, crowded: object) -> None:
     engine, batching = crowded(name)  # type: ignore[operator]
     assert isinstance(batching, JoinedBatching if name in WITH_STATE else PackedBatching), batching.description
@@ -164,6 +165,20 @@ def test_a_chunk_is_no_longer_than_a_pass(crowded: object) -> None:
         assert [crowd.scheduler.step().tokens for _ in range(2)] == [BATCH_TOKENS, 40 - BATCH_TOKENS]  # type: ignore[union-attr]
         crowd.run()
         assert len(crowd.tokens(request)) == 2
+
+
+def test_a_chunk_and_a_decoding_token_of_the_same_length_are_masked_each_in_its_way(crowded: object) -> None:
+    engine, batching = crowded("llama")  # type: ignore[operator]
+    with crowd_of(batching) as crowd:
+        decoding = crowd.ask(PROMPTS[2], 8)
+        for _ in range(3):
+            crowd.scheduler.step()
+        prompt = [(7 * number) % VOCABULARY for number in range(BATCH_TOKENS - 1)]
+        joining = crowd.ask(prompt, 2)
+        crowd.scheduler.step()  # both are as long now
+        crowd.run()
+    for request in (decoding, joining):
+        assert_as_forced(engine, request.prompt_ids, crowd.tokens(request), crowd.scores[request])
 
 
 def test_no_more_run_than_are_allowed(crowded: object) -> None:

@@ -55,6 +55,12 @@ def test_everything_that_the_cuts_leave_is_drawn() -> None:
     assert drawn(200, scores, min_p=0.1) == {0, 1, 2, 3}
 
 
+def test_a_mass_beyond_the_likeliest_few_is_drawn_from_whole() -> None:
+    """All tokens alike: nine tenths of the mass are nine tenths of the tokens, of which there are many."""
+    tokens = drawn(4000, torch.zeros(VOCABULARY), top_p=0.9)
+    assert 1200 < len(tokens) <= 1801
+
+
 def test_frequencies_are_the_probabilities() -> None:
     scores = torch.tensor([0.0, 1.0, 2.0])
     one = sequence(temperature=2.0)

@@ -230,6 +230,22 @@ def test_an_engine_that_cannot_go_on_says_why_and_leaves_nobody_waiting(
         submit(service, Asked([5], 4))
 
 
+def test_what_arrives_while_the_engine_fails_is_told_too(engine: Engine) -> None:
+    service = EngineService(engine, max_num_seqs=1, max_waiting=20, max_batch_tokens=24)
+    first, late = Asked([5], 4), Asked([6], 4)
+
+    def throw(module: Any, args: Any) -> None:
+        submit(service, late)
+        raise LinkDefect("ours")
+
+    hook = engine.placed.model.register_forward_pre_hook(throw)
+    submit(service, first)
+    service.start()
+    assert first.reason() is FinishReason.ERROR
+    assert late.reason() is FinishReason.ERROR
+    hook.remove()
+
+
 def test_draining_finishes_what_runs_and_takes_nothing_new(service: EngineService) -> None:
     held = Asked([5], 10, held=True)
     submit(service, held)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 import signal
 import socket
@@ -84,7 +85,11 @@ def _knows_its_key(server: Server) -> None:
         assert http.get("/", auth=("any name", server.key or "")).status_code == 200
         http.headers.clear()
         for path, challenge in (("/v1/models", "Bearer"), ("/metrics", "Bearer"), ("/", 'Basic realm="overspill"')):
-            for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic !"}):
+            key = server.key or ""
+            near = ["", *(key[:end] for end in range(1, len(key))), key + "x", key.upper()]
+            basic = [f"Basic {base64.b64encode(f'user:{text}'.encode()).decode()}" for text in near]
+            wrong = ["Bearer wrong", "Basic !", f"Token {key}", *(f"Bearer {text}" for text in near), *basic]
+            for given in ({}, *({"Authorization": text} for text in wrong)):
                 answer = http.get(path, headers=given)
                 assert answer.status_code == 401
                 assert answer.headers["WWW-Authenticate"] == challenge
