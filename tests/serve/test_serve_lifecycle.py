@@ -84,11 +84,11 @@ def _knows_its_key(server: Server) -> None:
         assert http.get("/v1/models", headers={"Host": "any.example"}).status_code == 200
         assert http.get("/", auth=("any name", server.key or "")).status_code == 200
         http.headers.clear()
+        key = server.key or ""
+        near = [*(key[:end].rstrip() for end in range(1, len(key))), key + "x", key.upper()]
+        wrong = ["Bearer", "Basic", "Basic !", f"Token {key}", "Bearer wrong", *(f"Bearer {text}" for text in near)]
+        wrong += [f"Basic {base64.b64encode(f'user:{text}'.encode()).decode()}" for text in ("", *near)]
         for path, challenge in (("/v1/models", "Bearer"), ("/metrics", "Bearer"), ("/", 'Basic realm="overspill"')):
-            key = server.key or ""
-            near = ["", *(key[:end] for end in range(1, len(key))), key + "x", key.upper()]
-            basic = [f"Basic {base64.b64encode(f'user:{text}'.encode()).decode()}" for text in near]
-            wrong = ["Bearer wrong", "Basic !", f"Token {key}", *(f"Bearer {text}" for text in near), *basic]
             for given in ({}, *({"Authorization": text} for text in wrong)):
                 answer = http.get(path, headers=given)
                 assert answer.status_code == 401
