@@ -70,8 +70,9 @@ class Group:
 
 @dataclass
 class Pass:
-    """One pass: groups in the order of their rows, and where each row's key goes, by window: int64 [rows]."""
+    """One pass: groups in the order of their rows, and where in the cache the rows' keys go, int64 [rows] by window."""
 
+    cache: PackedCache
     groups: Sequence[Group]
     write: dict[int | None, torch.Tensor]
     mask_function: Callable[..., Any]
@@ -153,13 +154,13 @@ def _attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """Attend each group of the pass. query [1, heads, rows, size]; returns [1, rows, heads, value size]."""
-    cache = _caches[-1]
-    layer = cache.layers[module.layer_idx]
+    current = _current[-1]
+    layer = current.cache.layers[module.layer_idx]
     if not isinstance(attention_mask, _Masks) or not isinstance(layer, PackedLayer):
         raise UnsupportedModelError(f"{type(module).__name__} attends in a way of its own")
-    inner = _inner(module, cache.implementation)
+    inner = _inner(module, current.cache.implementation)
     results, row = [], 0
-    for number, group in enumerate(_current[-1].groups):
+    for number, group in enumerate(current.groups):
         rows = query[0, :, row : row + group.rows]
         split = rows.unflatten(1, (group.sequences, group.tokens)).transpose(0, 1)
         keys, values = layer.gather(group)
@@ -190,9 +191,6 @@ class PackedCache(Cache):  # type: ignore[misc]
         self.implementation = implementation
 
 
-_caches: list[PackedCache] = []
-
-
 class PackedModel:
     """Runs passes of many sequences through `model`, whose layers have the `shapes` of its own cache."""
 
@@ -221,7 +219,7 @@ class PackedModel:
         """Logits [len(wanted), vocabulary] of the rows `wanted` of a pass over `ids` [1, rows] at `positions`."""
         mask_function = ALL_MASK_ATTENTION_FUNCTIONS[self.cache.implementation]
         extra = {"logits_to_keep": wanted} if self._keeps_logits else {}
-        with self._packed(Pass(groups, write, mask_function)):
+        with self._packed(Pass(self.cache, groups, write, mask_function)):
             output = self.model(
                 input_ids=ids, position_ids=positions, use_cache=True, **{self._cache_argument: self.cache}, **extra
             )
@@ -232,14 +230,12 @@ class PackedModel:
     def _packed(self, current: Pass) -> Iterator[None]:
         before = [config._attn_implementation_internal for config in self._configs]
         _current.append(current)
-        _caches.append(self.cache)
         try:
             for config in self._configs:
                 config._attn_implementation_internal = IMPLEMENTATION
             yield
         finally:
             _current.pop()
-            _caches.pop()
             for config, implementation in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = implementation
 

@@ -89,8 +89,7 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
             output = model(input_ids=ids, use_cache=True, **extra)
             kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(cache_of(output))}
             kv_cache_bytes = sum(kept.values())
-            rows = [t for t in tensors_in(cache_of(output)) if t.dim() == 4 and t.shape[0] == sequences]
-            kv_token_bytes = sum(t[0, :, 0].numel() * t.element_size() for t in rows if t.shape[2])
+            kv_token_bytes = sum(map(_token_bytes, tensors_in(cache_of(output))))
             prompt_order = tuple(order)
         except Exception as error:  # an architecture's own code may do anything on meta; the reason is kept and shown
             return Trace(tokens, sequences, failure=_first_line(error))
@@ -111,6 +110,11 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
         top_k,
         decode_failure=decode_failure,
     )
+
+
+def _token_bytes(kept: torch.Tensor) -> int:
+    """Of keys or values [sequences, heads, tokens, size], what a sequence has of each token; 0 of anything else."""
+    return kept[0, :, 0].numel() * kept.element_size() if kept.dim() == 4 and kept.shape[2] else 0
 
 
 def _first_line(error: Exception) -> str:
