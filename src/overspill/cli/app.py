@@ -30,7 +30,7 @@ app = typer.Typer(
 )
 app.command("plan", cls=GroupedCommand)(plan.command)
 app.command("run", cls=GroupedCommand)(run.command)
-app.command("serve", cls=serve.ServeCommand, short_help="Answer OpenAI's API, and show where the weights are.")(serve.command)
+app.command("serve", cls=serve.ServeCommand, short_help="Answer OpenAI's API, and show a live page.")(serve.command)
 app.command("compare", cls=GroupedCommand, short_help="Run with and without the offload, and judge.")(compare.command)
 
 
