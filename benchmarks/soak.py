@@ -83,7 +83,6 @@ def measure(model: Path, seconds: float, clients: int, seed: int, tell: Callable
     report = Report("soak", f"{clients} clients for {seconds / 60:g} minutes, the demo model offloaded", COLUMNS)
     settled_s = min(60.0, seconds / 3)
     with serving(model, *OPTIONS) as server:
-        begun_with = len(server.log)
         tell("the server answers known prompts while nobody else asks")
         known = asyncio.run(_learn(server))
         crowd = Crowd(server, known, clients, seed)
@@ -92,7 +91,8 @@ def measure(model: Path, seconds: float, clients: int, seed: int, tell: Callable
         asyncio.run(crowd.ask_known_alone())
         after, faults = _at_rest(server)
         faults += _end(server)
-    said = [line.rstrip() for line in server.log[begun_with:] if not line.startswith("stopping: ")]
+    ready = next(number for number, line in enumerate(server.log) if line.startswith("serving "))
+    said = [line.rstrip() for line in server.log[ready + 1 :] if not line.startswith("stopping: ")]
     faults += [f"the log says: {line}" for line in said]
     report.rows = crowd.rows()
     for what, value, most in (
