@@ -197,6 +197,10 @@ def test_rotary_frequencies_that_hang_on_the_longest_are_not_shared(tiny: MakeTi
     assert "dynamic" in batching.description
     with crowd_of(batching) as crowd:
         asked = [crowd.ask(prompt, 20) for prompt in (PROMPTS[0], PROMPTS[2], PROMPTS[0], PROMPTS[1])]
+        crowd.scheduler.step()
+        used = batching.usage
+        crowd.cancel(crowd.ask([1], 1))  # one that waits takes nothing of the one that runs
+        assert batching.usage == used == len(PROMPTS[0]) / CONTEXT
         crowd.run()
     tokens = [crowd.tokens(request) for request in asked]
     assert tokens[0] == tokens[2], "what was asked before, and was longer, leaves nothing behind"

@@ -150,12 +150,12 @@ class SingleBatching(Batching):
         self.model = CachedModel(placed)
         self.max_request_tokens = placed.plan.context_tokens
         self._turns_at = turns_at
-        self._length = 0
+        self._held: RunningSequence | None = None
         self.description = f"one request at a time: {why}"
 
     @property
     def usage(self) -> float:
-        return self._length / self.max_request_tokens
+        return self._held.computed / self.max_request_tokens if self._held is not None else 0.0
 
     def compose(self, running: list[RunningSequence], waiting: deque[RunningSequence]) -> list[Slice]:
         if not running and waiting:
@@ -170,13 +170,14 @@ class SingleBatching(Batching):
             with self.model.placed.running():
                 forget_longest(self.model.placed.model)
         start = sequence.computed if sequence.held is not None else 0
+        self._held = sequence
         scores, sequence.held = self.model([sequence.tokens[start:]], sequence.held, [start])
-        self._length = len(sequence.tokens)
         return scores
 
     def release(self, sequence: RunningSequence) -> None:
         sequence.held = None
-        self._length = 0
+        if self._held is sequence:
+            self._held = None
 
 
 def cache_bytes(cache: Any) -> int:
