@@ -43,7 +43,20 @@ REFUSED_UNSEEN: list[tuple[list[str], str]] = [
     (["--max-model-len", "0"], '"max_model_len" is 0'),
     (["--max-num-seqs", "0"], '"max_num_seqs" is 0'),
     (["--seed", "-1"], '"seed" is -1'),
-    (["--offload-config", '{"overspill": {"placement": {"cpu_moe": true}}}'], "not built in this version"),
+    (["--offload-config", '{"overspill": {"placement": {"fit": true}}}'], "not built in this version"),
+    (["--offload-config", '{"vllm_cpp": {"placement": {"cpu_moe": false}}}', "--cpu-moe"], "the flag --cpu-moe says"),
+    (["--n-cpu-moe", "-1"], '"overspill.placement.n_cpu_moe" must not be negative (got -1)'),
+    (["--n-cpu-moe", "5000"], "above the bound of 4096"),
+    (["-ot", "exps=CPU", "-ot", "attn=CUDA0"], 'cannot host a placed group on "cuda"'),
+    (["-ot=x(?=y),z=npu"], '"npu", which is not a device'),
+    (["--override-tensor", "exps"], '"override_tensor" has the entry "exps" without a "="'),
+    (["--override_tensor=(=cpu"], "is not a valid regex"),
+    (["--expert-cache", "3Gb"], '"expert_cache" is "3Gb"'),
+    (["--expert-policy", "gpu"], "'fetch', 'cpu' or 'auto'"),
+    (
+        ["--expert-cache", "1", "--offload-config", '{"vllm_cpp": {"expert_stream": {"slots": 4}}}'],
+        '"vllm_cpp.expert_stream.cache_bytes" (1073741824) cannot be combined with "slots" (4)',
+    ),
     (["--offload-config", '{"overspill": {}, "vllm_cpp": {}}'], "two names of one object"),
     (["--offload-params"], "--offload-params names no weight"),
     (["--no-such-option"], "No such option: --no-such-option"),
@@ -125,8 +138,23 @@ def test_a_gpu_that_is_not_there_is_refused(cli: Cli) -> None:
     assert_refused(result.code, result.err, "there is no GPU")
 
 
-def test_a_missing_model_under_good_settings_is_no_settings_error(cli: Cli) -> None:
-    result = cli("plan", MISSING, "--device", "emulated", "--cpu-offload-gb", "1")
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--cpu-offload-gb", "1"],
+        ["--cpu-moe", "--n-cpu-moe", "2", "-ot", "a,b=CPU", "--override-tensor=x(?=y)=cpu"],
+        [
+            "--expert-cache",
+            "512MiB",
+            "--expert-policy",
+            "cpu",
+            "--offload-config",
+            '{"vllm_cpp": {"order": "traffic"}}',
+        ],
+    ],
+)
+def test_a_missing_model_under_good_settings_is_no_settings_error(options: list[str], cli: Cli) -> None:
+    result = cli("plan", MISSING, "--device", "emulated", *options)
     assert result.code == 3
     assert result.err.startswith(f"error: {MISSING} does not exist\nhint: ")
 
@@ -155,13 +183,13 @@ def test_help_shows_every_option_in_its_group(command: str, cli: Cli) -> None:
     for line in result.out.splitlines():
         if line.endswith(":") and not line.startswith(" "):
             groups[line.rstrip(":")] = set()
-        elif line.startswith("  --"):
-            groups[list(groups)[-1]].add(line.split()[0])
+        elif line.startswith("  -"):
+            groups[list(groups)[-1]].add(next(word for word in line.split() if word.startswith("--")))
     for name, (annotation, _) in SHARED.items():
         option = "--json" if name == "json_output" else f"--{name.replace('_', '-')}"
         assert option in groups[annotation.__metadata__[0].rich_help_panel]
     assert list(groups)[-2:] == ["Output", "Options"]
-    assert len(groups["OffloadConfig"]) == 8
+    assert len(groups["OffloadConfig"]) == 13
 
 
 def test_without_a_command_there_is_help(cli: Cli) -> None:

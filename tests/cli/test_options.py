@@ -69,6 +69,11 @@ def test_every_option_reaches_the_settings(tmp_path: Path) -> None:
         offload_num_in_group=2,
         offload_prefetch_step=3,
         offload_params=["mlp", "self_attn"],
+        cpu_moe=True,
+        n_cpu_moe=2,
+        override_tensor=["b,c=CPU", "a=cpu"],
+        expert_cache="2",
+        expert_policy="fetch",
     ).settings()
     assert prefetch == resolve(
         {
@@ -78,6 +83,14 @@ def test_every_option_reaches_the_settings(tmp_path: Path) -> None:
                 "offload_num_in_group": 2,
                 "offload_prefetch_step": 3,
                 "offload_params": ["mlp", "self_attn"],
+            },
+            "overspill": {
+                "placement": {
+                    "cpu_moe": True,
+                    "n_cpu_moe": 2,
+                    "overrides": [{"pattern": "b,c", "device": "cpu"}, {"pattern": "a", "device": "cpu"}],
+                },
+                "expert_stream": {"cache_bytes": 2 << 30, "policy": "fetch"},
             },
         }
     )

@@ -6,14 +6,17 @@ from pathlib import Path
 
 import overspill.config
 from overspill.config import (
+    FLAGS,
     EngineSettings,
+    ExpertStreamConfig,
     ExtensionConfig,
     OffloadConfig,
+    PlacementConfig,
     PrefetchOffloadConfig,
     UVAOffloadConfig,
 )
 from overspill.config.environment import DISABLE_PIN_MEMORY, DISABLE_UVA, OVERRIDES
-from overspill.config.extension import DeviceFitConfig, ExpertStreamConfig, MmapConfig, PlacementConfig
+from overspill.config.extension import DeviceFitConfig, MmapConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -32,7 +35,7 @@ def test_every_public_name_exists() -> None:
     assert [name for name in overspill.config.__all__ if not hasattr(overspill.config, name)] == []
 
 
-def test_the_page_tells_of_every_field_and_variable() -> None:
+def test_the_page_tells_of_every_field_variable_and_flag() -> None:
     page = PAGE.read_text(encoding="utf-8")
     documents = (
         OffloadConfig,
@@ -47,4 +50,5 @@ def test_the_page_tells_of_every_field_and_variable() -> None:
     )
     names = [name for document in documents for name in document.model_fields]
     missing = [name for name in (*names, *OVERRIDES, DISABLE_PIN_MEMORY, DISABLE_UVA) if f"{name}`" not in page]
+    missing += [flag for flag in FLAGS if f"`--{flag.replace('_', '-')}" not in page]
     assert missing == []

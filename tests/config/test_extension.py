@@ -9,14 +9,23 @@ from overspill.config import (
     OffloadConfig,
     PlacementOverride,
     parse_offload_config,
+    placement_warnings,
     unbuilt_refusals,
 )
-from overspill.config.extension import MAX_N_CPU_MOE
+from overspill.config.experts import MAX_N_CPU_MOE
+from overspill.config.extension import stream_warnings
 from overspill.errors import ConfigError
 
 EVERYTHING: dict[str, Any] = {
     "mmap": {"enabled": True, "prefault": False},
-    "expert_stream": {"enabled": True, "slots": 4000, "slot_bytes": 1 << 20},
+    "expert_stream": {
+        "enabled": True,
+        "slots": 4000,
+        "slot_bytes": 1 << 20,
+        "cache_bytes": None,
+        "policy": "fetch",
+        "tier": "disk",
+    },
     "device_fit": {"weight_budget_bytes": 0},
     "placement": {
         "overrides": [{"pattern": r"\.ffn_(up|down)_exps", "device": "cpu"}],
@@ -67,6 +76,26 @@ def test_absent_is_none_and_an_empty_list_is_not_absent() -> None:
         (
             {"expert_stream": {"slot_bytes": -5}},
             '"overspill.expert_stream.slot_bytes" must be positive (got -5)',
+        ),
+        ({"expert_stream": {"cache_bytes": 0}}, '"overspill.expert_stream.cache_bytes" must be positive (got 0)'),
+        ({"expert_stream": {"cache_bytes": "0"}}, '"overspill.expert_stream.cache_bytes" must be positive (got 0)'),
+        ({"expert_stream": {"cache_bytes": 0.5}}, '"overspill.expert_stream.cache_bytes" must be an integer'),
+        (
+            {"expert_stream": {"cache_bytes": "2Gb"}},
+            '"overspill.expert_stream.cache_bytes" is "2Gb": "Gb" is not a unit of bytes',
+        ),
+        (
+            {"expert_stream": {"cache_bytes": "1KiB", "slots": 4}},
+            '"overspill.expert_stream.cache_bytes" (1024) cannot be combined with "slots" (4): both say how much it '
+            "holds",
+        ),
+        (
+            {"expert_stream": {"policy": "gpu"}},
+            "\"overspill.expert_stream.policy\" is \"gpu\": Input should be 'fetch', 'cpu' or 'auto'",
+        ),
+        (
+            {"expert_stream": {"tier": "device"}},
+            "\"overspill.expert_stream.tier\" is \"device\": Input should be 'host' or 'disk'",
         ),
         (
             {"device_fit": {"weight_budget_bytes": -1}},
@@ -131,12 +160,6 @@ def test_fit_beside_a_placement_that_asks_for_nothing() -> None:
     [
         ({"mmap": {"enabled": True}}, "mmap.enabled"),
         ({"mmap": {"prefault": False}}, "mmap.prefault"),
-        ({"expert_stream": {"enabled": True}}, "expert_stream.enabled"),
-        ({"expert_stream": {"slots": 64}}, "expert_stream.slots"),
-        ({"expert_stream": {"slot_bytes": 64}}, "expert_stream.slot_bytes"),
-        ({"placement": {"overrides": [{"pattern": "x", "device": "cpu"}]}}, "placement.overrides"),
-        ({"placement": {"cpu_moe": True}}, "placement.cpu_moe"),
-        ({"placement": {"n_cpu_moe": 1}}, "placement.n_cpu_moe"),
         ({"placement": {"fit": True}}, "placement.fit"),
     ],
 )
@@ -150,14 +173,24 @@ def test_what_is_not_built_is_refused_by_name(extension: dict[str, Any], path: s
 
 def test_everything_unbuilt_is_told_at_once_and_by_what_set_it() -> None:
     with pytest.raises(ConfigError) as caught:
-        unbuilt_refusals(parsed(EVERYTHING), root="vllm_cpp", origins={"placement.cpu_moe": "VT_CPU_MOE=1"})
-    lines = caught.value.message.splitlines()
-    assert len(lines) == 8
-    assert any(line.startswith('VT_CPU_MOE=1 ("vllm_cpp.placement.cpu_moe") is understood') for line in lines)
+        unbuilt_refusals(
+            parsed({"mmap": {"enabled": True, "prefault": True}, "placement": {"fit": True}}),
+            root="vllm_cpp",
+            origins={"placement.fit": "VT_PLACEMENT_FIT=1"},
+        )
+    assert caught.value.message.splitlines() == [
+        '"vllm_cpp.mmap.enabled" is understood but not built in this version: weights would be read into memory all '
+        "the same",
+        '"vllm_cpp.mmap.prefault" is understood but not built in this version: weights would be read into memory all '
+        "the same",
+        'VT_PLACEMENT_FIT=1 ("vllm_cpp.placement.fit") is understood but not built in this version: no placement would '
+        "be chosen",
+    ]
 
 
-def test_what_asks_for_nothing_is_accepted() -> None:
+def test_what_asks_for_nothing_or_is_built_is_accepted() -> None:
     unbuilt_refusals(ExtensionConfig())
+    unbuilt_refusals(parsed({**EVERYTHING, "mmap": {}}))
     unbuilt_refusals(
         parsed(
             {
@@ -169,6 +202,50 @@ def test_what_asks_for_nothing_is_accepted() -> None:
             }
         )
     )
+
+
+# -- warnings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", [{"cpu_moe": True}, {"overrides": [{"pattern": "exps", "device": "cpu"}]}])
+def test_a_placement_beside_mapped_weights_is_warned_of(placement: dict[str, Any]) -> None:
+    extension = parsed({"mmap": {"enabled": True}, "placement": placement})
+    assert placement_warnings(extension, root="vllm_cpp") == (
+        "a CPU placement is active while the weights are mmap-resident. The mapping is faulted in file order and a "
+        'placed expert is read in router order, so this pairing works and reads slowly: set "vllm_cpp": {"mmap": '
+        '{"enabled": false}} or VT_GGUF_MMAP=0 if the checkpoint fits without borrowing',
+    )
+
+
+@pytest.mark.parametrize(
+    "extension",
+    [
+        {},
+        {"mmap": {"enabled": True}},
+        {"placement": {"cpu_moe": True}},
+        {"mmap": {"enabled": False}, "placement": {"cpu_moe": True}},
+        {"mmap": {"enabled": True}, "placement": {"cpu_moe": False, "n_cpu_moe": 0, "overrides": []}},
+    ],
+)
+def test_one_without_the_other_is_not(extension: dict[str, Any]) -> None:
+    assert placement_warnings(parsed(extension)) == ()
+
+
+@pytest.mark.parametrize(
+    ("stream", "warning"),
+    [
+        (
+            {"enabled": False, "slots": 64, "policy": "cpu"},
+            '"overspill.expert_stream.enabled" is false: "slots", "policy" beside it changes nothing',
+        ),
+        ({"enabled": False}, None),
+        ({"slots": 64, "slot_bytes": 64}, None),
+        ({"cache_bytes": 64, "policy": "auto", "tier": "host"}, None),
+        ({}, None),
+    ],
+)
+def test_what_stands_beside_a_stream_that_is_off_is_warned_of(stream: dict[str, Any], warning: str | None) -> None:
+    assert stream_warnings(parsed({"expert_stream": stream})) == (() if warning is None else (warning,))
 
 
 def test_defaults_are_spelled_by_a_config_without_extension() -> None:

@@ -51,7 +51,7 @@ def test_a_flag_is_the_documents_field(flag: str, value: object, document: dict[
 
 
 def test_all_flags_meet_in_one_document() -> None:
-    flags = {
+    flags: dict[str, Any] = {
         "offload_backend": "prefetch",
         "cpu_offload_gb": None,
         "cpu_offload_params": None,
@@ -59,9 +59,17 @@ def test_all_flags_meet_in_one_document() -> None:
         "offload_num_in_group": 2,
         "offload_prefetch_step": 3,
         "offload_params": ["mlp"],
+        "cpu_moe": True,
+        "n_cpu_moe": 2,
+        "override_tensor": ["norm=cpu"],
+        "expert_cache": 1,
+        "expert_policy": "fetch",
     }
     assert flags.keys() == FLAGS.keys()
-    prefetch = resolved(flags=flags).offload.prefetch
+    offload = resolved(flags=flags).offload
+    assert len(offload.extension.placement.rules) == 4
+    assert (offload.extension.expert_stream.cache_bytes, offload.extension.expert_stream.policy) == (GIB, "fetch")
+    prefetch = offload.prefetch
     assert (prefetch.offload_group_size, prefetch.offload_num_in_group, prefetch.offload_prefetch_step) == (
         8,
         2,
@@ -160,9 +168,9 @@ def test_environment_overrides_the_document_and_is_noted() -> None:
 @pytest.mark.parametrize(
     ("document", "environ", "message"),
     [
-        ({"overspill": {"placement": {"cpu_moe": True}}}, {}, '"overspill.placement.cpu_moe" is understood'),
+        ({"overspill": {"placement": {"fit": True}}}, {}, '"overspill.placement.fit" is understood'),
         ('{"vllm_cpp": {"mmap": {"enabled": true}}}', {}, '"vllm_cpp.mmap.enabled" is understood'),
-        (None, {"VT_CPU_MOE": "1"}, 'VT_CPU_MOE=1 ("overspill.placement.cpu_moe") is understood'),
+        (None, {"VT_PLACEMENT_FIT": "1"}, 'VT_PLACEMENT_FIT=1 ("overspill.placement.fit") is understood'),
     ],
 )
 def test_what_is_not_built_is_refused(document: Any, environ: dict[str, str], message: str) -> None:

@@ -12,7 +12,7 @@ import overspill
 from emulated_runs import CONTEXT, PROMPT, emulated, gib, mapped, placed
 from overspill.engine import Engine, SamplingParams
 from overspill.errors import ConfigError, DeviceOutOfMemoryError
-from overspill.model.hf import set_experts_implementation
+from overspill.model.hf_experts import set_experts_implementation
 from talking_model import save_talking_model
 from tiny_models import VOCABULARY, MakeTiny
 

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from overspill.checkpoint import open_checkpoint
@@ -41,7 +40,6 @@ def test_the_private_functions_still_take_what_they_are_given() -> None:
     inspect.signature(PreTrainedModel._initialize_missing_keys).bind(object(), is_quantized=False)
     inspect.signature(PreTrainedModel._get_dtype_plan).bind(object(), torch.float32)
     inspect.signature(PreTrainedModel.named_non_persistent_buffers).bind(object())
-    inspect.signature(PreTrainedModel.set_experts_implementation).bind(object(), "eager")
     inspect.signature(WeightConverter.add_tensor).bind(object(), "target", "name", "pattern", torch.ones(1))
     inspect.signature(WeightConverter.convert).bind(object(), "target", model=None, config=None)
     assert hf.DecoderLayer is GradientCheckpointingLayer
@@ -189,38 +187,7 @@ def test_what_transformers_passes_over_is_not_called_unused() -> None:
     assert not hf.ignored_unexpected(skeleton, "model.layers.0.self_attn.q_proj.weight")
 
 
-# -- experts and caches ------------------------------------------------------------------------------------------------
-
-
-def test_observed_experts_are_not_computed_and_the_choice_comes_back() -> None:
-    model: Any = TINY["qwen3_moe"].model()
-    model.set_experts_implementation("eager")
-    seen: list[tuple[str, int]] = []
-    paths = {module: path for path, module in model.named_modules()}
-    ids = torch.tensor([[3, 4]])
-    with torch.no_grad():
-        before = model(ids).logits
-        with hf.observed_experts(model, lambda experts, top_k: seen.append((paths[experts], top_k))):
-            model(ids)
-        assert torch.equal(model(ids).logits, before)
-    assert seen == [(f"model.layers.{layer}.mlp.experts", 2) for layer in range(6)]
-    assert model.config._experts_implementation == "eager"
-
-
-def test_the_experts_registry_takes_functions_by_name() -> None:
-    called: list[Any] = []
-
-    def double(experts: nn.Module, hidden: torch.Tensor, index: Any, weights: Any) -> torch.Tensor:
-        called.append(index.shape)
-        return 2 * hidden
-
-    ALL_EXPERTS_FUNCTIONS.register("overspill_test_double", double)
-    model = TINY["mixtral"].model()
-    hf.set_experts_implementation(model, "overspill_test_double")
-    with torch.no_grad():
-        model(torch.tensor([[3, 4, 5]]))
-    assert called == [(3, 2)] * 6
-    hf.set_experts_implementation(nn.Linear(1, 1), "eager")  # a module without experts is left alone
+# -- caches ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_cache_of_an_output_is_found_under_any_name() -> None:

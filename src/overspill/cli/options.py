@@ -77,6 +77,40 @@ SHARED: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
+    "cpu_moe": (Annotated[bool | None, _offload("Compute all routed experts on the CPU.", "--cpu-moe")], None),
+    "n_cpu_moe": (
+        Annotated[int | None, _offload("Compute routed experts of the first N layers on the CPU.", metavar="N")],
+        None,
+    ),
+    "override_tensor": (
+        Annotated[
+            list[str] | None,
+            _offload(
+                "Weights whose name a regular expression finds go to DEVICE, cpu. May be said again; the first wins.",
+                "--override-tensor",
+                "-ot",
+                metavar="PATTERN=DEVICE",
+            ),
+        ],
+        None,
+    ),
+    "expert_cache": (
+        Annotated[
+            str | None,
+            _offload("Stream routed experts through a cache on the device: GiB, or a size as 512MiB.", metavar="SIZE"),
+        ],
+        None,
+    ),
+    "expert_policy": (
+        Annotated[
+            str | None,
+            _offload(
+                "Experts not in the cache: fetch them, compute them on the CPU, or what costs less. [default: fetch]",
+                metavar="fetch|cpu|auto",
+            ),
+        ],
+        None,
+    ),
     "device": (
         Annotated[str, _engine("What computes; auto is a GPU where there is one.", metavar="auto|cuda|cpu|emulated")],
         "auto",
@@ -151,7 +185,7 @@ class Shared:
         return int(self.values["seed"])
 
     def flags(self) -> dict[str, Any]:
-        """vLLM's flat offload flags that were given."""
+        """The flat offload flags that were given, vLLM's and the extension's."""
         return {name: self.values[name] for name in FLAGS if self.values[name] is not None}
 
     def engine(self) -> dict[str, Any]:

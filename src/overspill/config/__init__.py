@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from overspill.config.document import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig, parse_offload_config
 from overspill.config.environment import Environment, apply_environment
-from overspill.config.extension import ExtensionConfig, PlacementOverride, unbuilt_refusals
+from overspill.config.experts import ExpertStreamConfig, PlacementConfig, PlacementOverride, PlacementRule
+from overspill.config.extension import ExtensionConfig, placement_warnings, unbuilt_refusals
 from overspill.config.selectors import WeightName, check_selector, closest, matches
 from overspill.config.settings import FLAGS, EngineSettings, Settings, read_document, resolve
 from overspill.config.sizes import (
@@ -30,9 +31,12 @@ __all__ = [
     "TIB",
     "EngineSettings",
     "Environment",
+    "ExpertStreamConfig",
     "ExtensionConfig",
     "OffloadConfig",
+    "PlacementConfig",
     "PlacementOverride",
+    "PlacementRule",
     "PrefetchOffloadConfig",
     "Settings",
     "UVAOffloadConfig",
@@ -47,6 +51,7 @@ __all__ = [
     "parse_bytes",
     "parse_duration",
     "parse_offload_config",
+    "placement_warnings",
     "read_document",
     "resolve",
     "unbuilt_refusals",

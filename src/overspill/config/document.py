@@ -145,11 +145,17 @@ class OffloadConfig(Frozen):
         return "uva" if self.uva.cpu_offload_gb > 0 else None
 
     @property
-    def offloads(self) -> bool:
-        """Whether the resolved backend has something to move."""
+    def backend_offloads(self) -> bool:
+        """Whether the resolved backend has something to move (vLLM's `is_offloading_enabled`)."""
         if self.resolved_backend == "prefetch":
             return self.prefetch.offload_group_size > 0
         return self.resolved_backend == "uva" and self.uva.cpu_offload_gb > 0
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything is asked to leave the device: by the backend, a placement or streamed experts."""
+        extension = self.extension
+        return self.backend_offloads or extension.placement.on or extension.expert_stream.on
 
     @property
     def extension(self) -> ExtensionConfig:
@@ -176,8 +182,6 @@ def document_fields(document: str | Mapping[str, object] | OffloadConfig | None)
 
     Raises ConfigError for malformed JSON, a key written twice, and what is no object.
     """
-    if isinstance(document, OffloadConfig):
-        return document.model_dump(exclude_unset=True)
     try:
         stated = _stated(_parsed(document) if isinstance(document, str) else document)
     except RecursionError as error:
@@ -219,7 +223,7 @@ def _constant(name: str) -> object:
 
 def _stated(value: object) -> Any:
     if isinstance(value, Frozen):
-        return value.model_dump(exclude_unset=True)
+        return _stated(value.model_dump(exclude_unset=True))
     if isinstance(value, Mapping):
         return {key: _stated(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):

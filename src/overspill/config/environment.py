@@ -67,29 +67,26 @@ def apply_environment(extension: ExtensionConfig | None, environ: Mapping[str, s
     Raises ConfigError for a value that is not understood and for a merged whole that cannot be honoured.
     """
     fields: dict[str, Any] = extension.model_dump(exclude_unset=True) if extension is not None else {}
-    notes, origins = [], {}
+    said: dict[tuple[str, str], str] = {}
     for variable, (section, key, read) in OVERRIDES.items():
         text = environ.get(variable)
         value = None if text is None else read(variable, text)
-        if value is None:
-            continue
-        stated = fields.setdefault(section, {}).get(key)
-        fields[section][key] = value
-        path, said = f"{section}.{key}", f"{variable}={text}"
-        origins[path] = said
-        if stated is None:
-            notes.append(f'environment: {said} sets "overspill.{path}"')
-        elif not _equal(stated, value):
-            notes.append(f'environment: {said} wins over "overspill.{path}" = {shown(stated)}')
-    if not origins:
+        if value is not None:
+            fields.setdefault(section, {})[key] = value
+            said[section, key] = f"{variable}={text}"
+    if not said:
         return Overridden(extension, (), {})
-    subject = f"offload config under {', '.join(origins.values())}"
-    merged = validated(ExtensionConfig, fields, subject=subject, at=("overspill",))
-    return Overridden(merged, tuple(notes), origins)
-
-
-def _equal(stated: object, value: object) -> bool:
-    return list(stated) == value if isinstance(stated, tuple) else stated == value
+    merged = validated(
+        ExtensionConfig, fields, subject=f"offload config under {', '.join(said.values())}", at=("overspill",)
+    )
+    before, after, notes = (extension or ExtensionConfig()).model_dump(), merged.model_dump(), []
+    for (section, key), origin in said.items():
+        stated = before[section][key]
+        if stated is None:
+            notes.append(f'environment: {origin} sets "overspill.{section}.{key}"')
+        elif stated != after[section][key]:
+            notes.append(f'environment: {origin} wins over "overspill.{section}.{key}" = {shown(stated)}')
+    return Overridden(merged, tuple(notes), {".".join(where): origin for where, origin in said.items()})
 
 
 def _switch(variable: str, text: str) -> bool:

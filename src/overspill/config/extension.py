@@ -5,85 +5,20 @@ An absent field is None and leaves things as they are. Texts are vllm.cpp's wher
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field
 
-from overspill.config.refusals import Frozen, refusal
+from overspill.config.experts import ExpertStreamConfig, PlacementConfig
+from overspill.config.refusals import Boolean, Frozen, WholeNumber, named, refusal
 from overspill.errors import ConfigError
-
-MAX_N_CPU_MOE = 4096
-"""Upper bound of `placement.n_cpu_moe` (vllm.cpp's kMaxNCpuMoe; the figure is llama.cpp's for overrides)."""
-
-DEVICES = ("cpu", "cuda", "emulated")
-"""Devices that a placement override may name."""
-
-
-def _boolean(value: object) -> object:
-    if not isinstance(value, bool):
-        raise refusal("must be a boolean")
-    return value
-
-
-def _integer(value: object) -> object:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise refusal("must be an integer")
-    return value
-
-
-def _positive(value: int) -> int:
-    if value <= 0:
-        raise refusal(f"must be positive (got {value})")
-    return value
 
 
 def _budget(value: int) -> int:
     if value < 0:
         raise refusal(f'must not be negative (got {value}); 0 means "suppress the device-fit refusal"')
     return value
-
-
-def _layer_count(value: int) -> int:
-    if value < 0:
-        raise refusal(f"must not be negative (got {value})")
-    if value > MAX_N_CPU_MOE:
-        raise refusal(
-            f"is {value}, above the bound of {MAX_N_CPU_MOE}; each layer costs one override, so a mistyped "
-            "value would build the list until the process died"
-        )
-    return value
-
-
-def _text(value: object) -> object:
-    if not isinstance(value, str) or not value:
-        raise refusal("must be a non-empty string")
-    return value
-
-
-def _regex(value: str) -> str:
-    try:
-        re.compile(value)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise refusal(f"is not a valid regex: {error}") from error
-    return value
-
-
-def _device(value: str) -> str:
-    if value not in DEVICES:
-        raise refusal(f'is "{value}", which is not a device (expected one of: {" ".join(DEVICES)})')
-    return value
-
-
-def _array(value: object) -> object:
-    if not isinstance(value, list | tuple):
-        raise refusal("must be an array of objects")
-    return value
-
-
-Boolean = Annotated[bool, BeforeValidator(_boolean)]
-Positive = Annotated[int, BeforeValidator(_integer), AfterValidator(_positive)]
 
 
 class MmapConfig(Frozen):
@@ -93,63 +28,13 @@ class MmapConfig(Frozen):
     prefault: Boolean | None = Field(default=None, description="read the borrowed pages while loading")
 
 
-class ExpertStreamConfig(Frozen):
-    """A bounded cache of expert slices in host memory."""
-
-    enabled: Boolean | None = Field(default=None, description="stream experts through a slot cache")
-    slots: Positive | None = Field(default=None, description="how many slices the cache holds")
-    slot_bytes: Positive | None = Field(default=None, description="bytes of one slot")
-
-
 class DeviceFitConfig(Frozen):
     """What the weights on the device may take."""
 
-    weight_budget_bytes: Annotated[int, BeforeValidator(_integer), AfterValidator(_budget)] | None = Field(
+    weight_budget_bytes: Annotated[WholeNumber, AfterValidator(_budget)] | None = Field(
         default=None,
         description="bytes that weights may take on the device, instead of its memory; 0 judges nothing",
     )
-
-
-class PlacementOverride(Frozen):
-    """Weights whose name a regular expression finds, and the device they are to lie on."""
-
-    pattern: Annotated[str, BeforeValidator(_text), AfterValidator(_regex)] = Field(
-        default="", validate_default=True, description="a regular expression, searched in the weight's name"
-    )
-    device: Annotated[str, BeforeValidator(_text), AfterValidator(_device)] = Field(
-        default="", validate_default=True, description=f"one of {' '.join(DEVICES)}"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_object(cls, fields: Any) -> Any:
-        if not isinstance(fields, Mapping | PlacementOverride):
-            raise refusal('must be an object with "pattern" and "device"')
-        return fields
-
-
-class PlacementConfig(Frozen):
-    """Which weights are computed elsewhere than on the device."""
-
-    overrides: Annotated[tuple[PlacementOverride, ...], BeforeValidator(_array)] | None = Field(
-        default=None, description='[{"pattern": regex, "device": name}, …]; the first that matches wins'
-    )
-    cpu_moe: Boolean | None = Field(default=None, description="all routed experts on the CPU")
-    n_cpu_moe: Annotated[int, BeforeValidator(_integer), AfterValidator(_layer_count)] | None = Field(
-        default=None, description="routed experts of the first N layers on the CPU; 0 is none"
-    )
-    fit: Boolean | None = Field(default=None, description="choose the placement from the device's memory")
-
-    # Declared last, so that the manual placements are known when it is judged.
-    @field_validator("fit")
-    @classmethod
-    def _alone(cls, fit: bool | None, info: ValidationInfo) -> bool | None:
-        if fit and any(info.data.get(name) for name in ("overrides", "cpu_moe", "n_cpu_moe")):
-            raise refusal(
-                'cannot be combined with a manual placement ("overrides", "cpu_moe" or "n_cpu_moe"); the '
-                "resolver would have to override what the operator asked for"
-            )
-        return fit
 
 
 class ExtensionConfig(Frozen):
@@ -173,20 +58,13 @@ def unbuilt_refusals(
     `root` is how the document spells the object; `origins` says for a path ("placement.cpu_moe") which
     environment variable set it ("VT_CPU_MOE=1"). Raises ConfigError with one line for each.
     """
-    mmap, stream, placement = extension.mmap, extension.expert_stream, extension.placement
-    slots = stream.enabled is not False
+    mmap = extension.mmap
     unbuilt = [
         (path, consequence, way_out)
         for path, asked, consequence, way_out in (
             ("mmap.enabled", mmap.enabled, _READ, _REMOVE),
             ("mmap.prefault", mmap.prefault is not None, _READ, _REMOVE),
-            ("expert_stream.enabled", stream.enabled, _UNSTREAMED, _EXPERTS),
-            ("expert_stream.slots", slots and stream.slots is not None, _UNSTREAMED, _EXPERTS),
-            ("expert_stream.slot_bytes", slots and stream.slot_bytes is not None, _UNSTREAMED, _EXPERTS),
-            ("placement.overrides", placement.overrides, _UNPLACED, _SELECT),
-            ("placement.cpu_moe", placement.cpu_moe, _UNPLACED_EXPERTS, _EXPERTS),
-            ("placement.n_cpu_moe", placement.n_cpu_moe, _UNPLACED_EXPERTS, _EXPERTS),
-            ("placement.fit", placement.fit, _UNFITTED, _BUDGET),
+            ("placement.fit", extension.placement.fit, _UNFITTED, _PLACE),
         )
         if asked
     ]
@@ -194,19 +72,33 @@ def unbuilt_refusals(
         return
     lines = []
     for path, consequence, _ in unbuilt:
-        origin = (origins or {}).get(path)
-        key = f'{origin} ("{root}.{path}")' if origin else f'"{root}.{path}"'
+        key = named(f"{root}.{path}", (origins or {}).get(path))
         lines.append(f"{key} is understood but not built in this version: {consequence}")
     hints = dict.fromkeys(way_out for _, _, way_out in unbuilt)
     raise ConfigError("\n".join(lines), hint="; ".join(hints))
 
 
+def placement_warnings(extension: ExtensionConfig, *, root: str = "overspill") -> tuple[str, ...]:
+    """What to tell of a placement beside mapped weights; the text is vllm.cpp's."""
+    if not (extension.mmap.enabled and extension.placement.on):
+        return ()
+    return (
+        "a CPU placement is active while the weights are mmap-resident. The mapping is faulted in file order and a "
+        f'placed expert is read in router order, so this pairing works and reads slowly: set "{root}": '
+        '{"mmap": {"enabled": false}} or VT_GGUF_MMAP=0 if the checkpoint fits without borrowing',
+    )
+
+
+def stream_warnings(extension: ExtensionConfig, *, root: str = "overspill") -> tuple[str, ...]:
+    """What to tell of fields of `expert_stream` beside its being switched off."""
+    stream = extension.expert_stream
+    if stream.on or not stream.given:
+        return ()
+    names = ", ".join(f'"{name}"' for name in stream.given)
+    return (f'"{root}.expert_stream.enabled" is false: {names} beside it changes nothing',)
+
+
 _READ = "weights would be read into memory all the same"
-_UNSTREAMED = "experts would not be streamed"
-_UNPLACED = "every weight would stay where the budget puts it"
-_UNPLACED_EXPERTS = "every expert would stay where the budget puts it"
 _UNFITTED = "no placement would be chosen"
 _REMOVE = "remove it"
-_SELECT = 'remove it, or use "uva" with "cpu_offload_params"'
-_EXPERTS = 'remove it, or use "uva" with "cpu_offload_params": ["experts"]'
-_BUDGET = 'remove it, or give "uva.cpu_offload_gb" a budget'
+_PLACE = 'remove it, or state the placement with "cpu_moe", "n_cpu_moe" or "overrides"'

@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
 
 from overspill.errors import ConfigError
@@ -36,6 +36,30 @@ DocumentT = TypeVar("DocumentT", bound=Frozen)
 def refusal(text: str) -> PydanticCustomError:
     """An error for a validator to raise; its text reads on from the key: "must be a boolean"."""
     return PydanticCustomError(_REFUSED, "{text}", {"text": text})
+
+
+def _boolean(value: object) -> object:
+    if not isinstance(value, bool):
+        raise refusal("must be a boolean")
+    return value
+
+
+def _integer(value: object) -> object:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise refusal("must be an integer")
+    return value
+
+
+def _positive(value: int) -> int:
+    if value <= 0:
+        raise refusal(f"must be positive (got {value})")
+    return value
+
+
+# vllm.cpp's kinds: nothing is converted.
+Boolean = Annotated[bool, BeforeValidator(_boolean)]
+WholeNumber = Annotated[int, BeforeValidator(_integer)]
+Positive = Annotated[WholeNumber, AfterValidator(_positive)]
 
 
 def validated(document: type[DocumentT], fields: object, *, subject: str, at: tuple[str, ...] = ()) -> DocumentT:
@@ -63,6 +87,11 @@ def shown(value: object) -> str:
     """A value as it stood in the document, shortened."""
     text = json.dumps(value) if isinstance(value, str) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def named(path: str, origin: str | None) -> str:
+    """A key for a message, behind the environment variable that set it, if one did (`origin`: "VT_CPU_MOE=1")."""
+    return f'{origin} ("{path}")' if origin else f'"{path}"'
 
 
 def dotted(location: Iterable[int | str]) -> str:

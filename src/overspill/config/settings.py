@@ -19,7 +19,14 @@ from overspill.config.document import (
     parse_offload_config,
 )
 from overspill.config.environment import Environment, apply_environment
-from overspill.config.extension import unbuilt_refusals
+from overspill.config.experts import (
+    ExpertStreamConfig,
+    PlacementConfig,
+    read_override,
+    refuse_half_a_size,
+    refuse_targets,
+)
+from overspill.config.extension import placement_warnings, stream_warnings, unbuilt_refusals
 from overspill.config.refusals import Frozen, did_you_mean, shown, validated
 from overspill.config.sizes import GIB, parse_bandwidth, parse_bytes, parse_duration
 from overspill.errors import ConfigError
@@ -32,12 +39,19 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     "offload_num_in_group": ("prefetch", "offload_num_in_group"),
     "offload_prefetch_step": ("prefetch", "offload_prefetch_step"),
     "offload_params": ("prefetch", "offload_params"),
+    "cpu_moe": ("overspill", "placement", "cpu_moe"),
+    "n_cpu_moe": ("overspill", "placement", "n_cpu_moe"),
+    "override_tensor": ("overspill", "placement", "overrides"),
+    "expert_cache": ("overspill", "expert_stream", "cache_bytes"),
+    "expert_policy": ("overspill", "expert_stream", "policy"),
 }
-"""vLLM's flat flags, and where each stands in the document."""
+"""The flat flags, vLLM's and those of the extension, and where each stands in the document."""
 
-_SECTIONS: Mapping[str, type[UVAOffloadConfig] | type[PrefetchOffloadConfig]] = {
+_SECTIONS: Mapping[str, type[Frozen]] = {
     "uva": UVAOffloadConfig,
     "prefetch": PrefetchOffloadConfig,
+    "placement": PlacementConfig,
+    "expert_stream": ExpertStreamConfig,
 }
 
 
@@ -120,12 +134,13 @@ class EngineSettings(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What was asked for, judged. `notes` are lines to print once: what won over what."""
+    """What was asked for, judged. `notes` (what won over what) and `warnings` are lines to print once."""
 
     offload: OffloadConfig
     engine: EngineSettings
     environment: Environment
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def resolve(
@@ -149,16 +164,21 @@ def resolve(
         offload = parse_offload_config(document)
 
     overridden = apply_environment(offload.overspill, environ)
-    if overridden.extension is not None:
-        root = "vllm_cpp" if "vllm_cpp" in fields else "overspill"
-        unbuilt_refusals(overridden.extension, root=root, origins=overridden.origins)
-        offload = offload.model_copy(update={"overspill": overridden.extension})
+    warnings: tuple[str, ...] = ()
+    if (extension := overridden.extension) is not None:
+        root = _root(fields)
+        unbuilt_refusals(extension, root=root, origins=overridden.origins)
+        refuse_half_a_size(extension.expert_stream, root=root, origins=overridden.origins)
+        refuse_targets(extension.placement, root=root, origins=overridden.origins)
+        warnings = (*placement_warnings(extension, root=root), *stream_warnings(extension, root=root))
+        offload = offload.model_copy(update={"overspill": extension})
     environment = Environment.read(environ)
     return Settings(
         offload=offload,
         engine=validated(EngineSettings, _given(engine), subject="engine settings"),
         environment=environment,
         notes=(*overridden.notes, *environment.notes),
+        warnings=warnings,
     )
 
 
@@ -186,20 +206,40 @@ def _with_flags(fields: dict[str, Any], flags: Mapping[str, object]) -> dict[str
                 f'unknown offload flag "{flag}" (expected one of: {" ".join(FLAGS)})',
                 hint=did_you_mean(flag, FLAGS),
             )
-        if flag == "cpu_offload_gb" and isinstance(value, str) and not _is_number(value):
-            value = parse_bytes(value, bare="GiB", field=flag) / GIB
-        *section, key = FLAGS[flag]
-        holder = fields.setdefault(section[0], {}) if section else fields
+        path = FLAGS[flag] if FLAGS[flag][0] != "overspill" else (_root(fields), *FLAGS[flag][1:])
+        *sections, key = path
+        holder: Any = fields
+        for section in sections:
+            holder = holder.setdefault(section, {}) if isinstance(holder, dict) else None
         if not isinstance(holder, dict):
             break  # a section that is no object: the document is refused whole
-        if key in holder and not _agree(section, key, holder[key], value):
+        meant = _meant(flag, value)
+        if key in holder and not _agree(sections, key, holder[key], meant):
             raise ConfigError(
-                f'"{".".join(FLAGS[flag])}" is {shown(holder[key])} in the offload document, but the flag '
+                f'"{".".join(path)}" is {shown(holder[key])} in the offload document, but the flag '
                 f"--{flag.replace('_', '-')} says {shown(value)}",
                 hint="give it in one of the two places",
             )
-        holder[key] = value
+        holder[key] = meant
     return fields
+
+
+def _root(fields: Mapping[str, object]) -> str:
+    """How the document spells the extension."""
+    return "vllm_cpp" if "vllm_cpp" in fields else "overspill"
+
+
+def _meant(flag: str, value: object) -> object:
+    """What the flag's own spelling means in the document, which judges it."""
+    if flag == "cpu_offload_gb" and isinstance(value, str) and not _is_number(value):
+        return parse_bytes(value, bare="GiB", field=flag) / GIB
+    if flag == "expert_cache" and isinstance(value, str | int | float):
+        return parse_bytes(value, bare="GiB", field=flag)
+    if flag == "override_tensor":
+        entries = [value] if isinstance(value, str) else value
+        if isinstance(entries, list | tuple):
+            return [read_override(entry, field=flag) if isinstance(entry, str) else entry for entry in entries]
+    return value
 
 
 def _is_number(text: str) -> bool:
@@ -211,12 +251,12 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _agree(section: list[str], key: str, stated: object, flag: object) -> bool:
+def _agree(sections: list[str], key: str, stated: object, flag: object) -> bool:
     """Whether both mean the same value, whatever their spelling (4 and 4.0, a list in another order)."""
-    if not section:
+    if not sections:
         return stated == flag
-    model = _SECTIONS[section[0]]
+    model = _SECTIONS[sections[-1]]
     meanings = [
-        getattr(validated(model, {key: value}, subject=SUBJECT, at=tuple(section)), key) for value in (stated, flag)
+        getattr(validated(model, {key: value}, subject=SUBJECT, at=tuple(sections)), key) for value in (stated, flag)
     ]
     return bool(meanings[0] == meanings[1])

@@ -58,6 +58,9 @@ class CpuDevice(Device):
     def transfer(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
         raise AssertionError("the CPU device has no link")
 
+    def download(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+        raise AssertionError("the CPU device has no link")
+
     def zero_copy(self, host: torch.Tensor) -> torch.Tensor:
         raise AssertionError("the CPU device has no link")
 

@@ -33,14 +33,18 @@ _LINK_PROBE_ROUNDS = 7
 
 
 class CudaTransfer(Transfer):
-    """A copy on the device's copy stream. Holds both its ends."""
+    """A copy on one of the device's copy streams. Holds both its ends."""
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor, done: torch.cuda.Event) -> None:
         self.target, self.source = target, source
         self._done = done
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self.target.device).wait_event(self._done)
+        device = self.target.device if self.target.is_cuda else self.source.device
+        torch.cuda.current_stream(device).wait_event(self._done)
+
+    def join(self) -> None:
+        self._done.synchronize()
 
 
 class _HostView:
@@ -106,6 +110,7 @@ class CudaDevice(Device):
         torch.cuda.set_per_process_memory_fraction(share, index)
         self.traffic = LinkTraffic()
         self._copies = torch.cuda.Stream(self.torch_device)
+        self._returns = torch.cuda.Stream(self.torch_device)  # what goes back waits for no weight on its way here
         self._pinned = PinnedMemory(CudaDriver(), partial(_idle, self.torch_device))
         self._held: dict[int, _Held] = {}
         self._lock = threading.Lock()  # others than the computing thread ask what is held
@@ -252,6 +257,18 @@ class CudaDevice(Device):
         target.record_stream(self._copies)  # freed early, its memory is reused only when the copy is done
         self.traffic.bytes += source.nbytes
         self.traffic.transfers += 1
+        return CudaTransfer(target, source, done)
+
+    def download(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+        assert target.nbytes == source.nbytes, "a transfer fills its target"
+        self._returns.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(self._returns):
+            for offset, nbytes in self._pinned.pieces(target):
+                piece = slice(offset, offset + nbytes)
+                target[piece].copy_(source[piece], non_blocking=True)
+            done = self._returns.record_event()
+        source.record_stream(self._returns)
+        self.traffic.returned_bytes += source.nbytes
         return CudaTransfer(target, source, done)
 
     def zero_copy(self, host: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,27 +28,38 @@ class Link:
 
 @dataclass
 class LinkTraffic:
-    """What crossed the link so far. `stall_s` is the time that the computing side waited for it, where it is known."""
+    """What crossed the link so far. `stall_s` is the time that the computing side waited for it, where it is known.
+
+    `bytes` and `transfers` went to the device, `returned_bytes` came from it.
+    """
 
     bytes: int = 0
     transfers: int = 0
     stall_s: float = 0.0
+    returned_bytes: int = 0
 
     def __sub__(self, earlier: LinkTraffic) -> LinkTraffic:
         return LinkTraffic(
-            self.bytes - earlier.bytes, self.transfers - earlier.transfers, self.stall_s - earlier.stall_s
+            self.bytes - earlier.bytes,
+            self.transfers - earlier.transfers,
+            self.stall_s - earlier.stall_s,
+            self.returned_bytes - earlier.returned_bytes,
         )
 
     def copy(self) -> LinkTraffic:
-        return LinkTraffic(self.bytes, self.transfers, self.stall_s)
+        return replace(self)
 
 
 class Transfer(ABC):
-    """A copy under way from host to device memory."""
+    """A copy under way between host and device memory."""
 
     @abstractmethod
     def wait(self) -> None:
         """Hold back what the device computes next until the copy is done. May return before it is (CUDA)."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Return when the copy is done: the host may read what came, or write over what went."""
 
 
 class Device(ABC):
@@ -105,6 +116,10 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def download(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+        """Begin a copy of device bytes (uint8 [n]) into host bytes (uint8 [n]), after what computes them."""
+
+    @abstractmethod
     def zero_copy(self, host: torch.Tensor) -> torch.Tensor:
         """A device tensor over `host`'s memory: each use reads across the link. Keeps `host` alive."""
 
@@ -142,6 +157,11 @@ class Device(ABC):
     @contextmanager
     def execution(self) -> Iterator[None]:
         """Run the model inside this."""
+        yield
+
+    @contextmanager
+    def host_execution(self) -> Iterator[None]:
+        """Within `execution()`: what runs inside this is the host's own work on its own memory."""
         yield
 
     def timed(self) -> float:

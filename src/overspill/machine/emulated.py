@@ -51,11 +51,13 @@ class EmulatedDevice(Device):
         self.traffic = LinkTraffic()
         self.check = check
         self._timeline = _LinkTimeline(link)
+        self._way_back = _LinkTimeline(link)  # a link carries both ways at once
         self._storages: dict[int, tuple[int, str]] = {}  # address -> (bytes, purpose): all of device memory
         self._freed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._scratch = Scratch()
         self._copies: _Copies = queue.SimpleQueue()
         self._copier: threading.Thread | None = None
+        self._counting = threading.Lock()
 
     @property
     def name(self) -> str:
@@ -124,15 +126,31 @@ class EmulatedDevice(Device):
         target.copy_(source)
 
     def transfer(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
-        if self._copier is None:
-            arguments = (self._copies, self._timeline)
-            self._copier = threading.Thread(target=_copy_loop, args=arguments, name="overspill-link", daemon=True)
-            self._copier.start()
-            weakref.finalize(self, _end_copies, self._copies, self._copier)
+        with self._counting:
+            if self._copier is None:
+                arguments = (self._copies, self._timeline)
+                self._copier = threading.Thread(target=_copy_loop, args=arguments, name="overspill-link", daemon=True)
+                self._copier.start()
+                weakref.finalize(self, _end_copies, self._copies, self._copier)
         transfer = _EmulatedTransfer(target, source, self.traffic)
         self._count(source.nbytes)
         self._copies.put(transfer)
         return transfer
+
+    def download(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+        """Done on return: what the device computes is there by now, and the host has nothing to do before it comes."""
+        assert target.nbytes == source.nbytes, "a transfer fills its target"
+        begun = time.perf_counter()
+        _memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        self.traffic.returned_bytes += source.nbytes
+        self._way_back.occupy(source.nbytes, begun)
+        self.traffic.stall_s += time.perf_counter() - begun
+        return _DONE
+
+    @contextmanager
+    def host_execution(self) -> Iterator[None]:
+        with torch._C._DisableTorchDispatch():
+            yield
 
     def zero_copy(self, host: torch.Tensor) -> torch.Tensor:
         return LinkView.over(host, self)
@@ -164,9 +182,10 @@ class EmulatedDevice(Device):
                 self._scratch.give(copy)
 
     def _count(self, nbytes: int) -> None:
-        """A transfer was ordered; only the computing thread orders any."""
-        self.traffic.bytes += nbytes
-        self.traffic.transfers += 1
+        """A transfer was ordered, by the computing thread or by one that reads ahead."""
+        with self._counting:
+            self.traffic.bytes += nbytes
+            self.traffic.transfers += 1
 
     def cross(self, nbytes: int, begun: float) -> None:
         """Hold the computing thread until the link has carried `nbytes`, the first of them at time `begun`."""
@@ -229,6 +248,19 @@ class _EmulatedTransfer(Transfer):
         if self.traffic is not None:
             self.traffic.stall_s += time.perf_counter() - start
 
+    def join(self) -> None:
+        self.done.wait()
+
+
+class _Done(Transfer):
+    def wait(self) -> None:
+        return
+
+    def join(self) -> None:
+        return
+
+
+_DONE = _Done()
 
 _Copies = queue.SimpleQueue["_EmulatedTransfer | None"]
 

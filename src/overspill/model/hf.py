@@ -2,8 +2,8 @@
 
 Written against transformers 5.17 to 5.24. What is used and is not documented as public: the conversion mapping
 (`get_model_conversion_mapping`, `rename_source_key`, `WeightConverter`, which PEFT uses too), the rebuilding of
-buffers (`_initialize_missing_keys`), the dtype plan, the experts registry, and the class that marks decoder layers.
-GGUF's tables are in hf_gguf.py.
+buffers (`_initialize_missing_keys`), the dtype plan, and the class that marks decoder layers. GGUF's tables are in
+hf_gguf.py, the experts registry in hf_experts.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from overspill.errors import UnsupportedModelError
@@ -177,43 +176,6 @@ def map_checkpoint_names(model: Any, names: Iterable[str]) -> tuple[dict[str, st
         patterns = group.converter.source_patterns
         group.sources = {pattern: group.sources[pattern] for pattern in patterns if pattern in group.sources}
     return renamed, list(groups.values()), nowhere
-
-
-def set_experts_implementation(model: Any, name: str) -> None:
-    """Choose how routed experts are computed, where the architecture goes through transformers' experts interface."""
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation(name)
-
-
-@contextmanager
-def observed_experts(model: nn.Module, see: Callable[[nn.Module, int], None]) -> Iterator[None]:
-    """Within this, routed experts are not computed: `see(experts module, experts per token)` is called instead."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    chosen = {key: getattr(config, "_experts_implementation", None) for key, config in configs.items()}
-    _observers.append(see)
-    try:
-        set_experts_implementation(model, "overspill_observe")
-        yield
-    finally:
-        _observers.remove(see)
-        for key, config in configs.items():
-            if hasattr(config, "_experts_implementation"):
-                config._experts_implementation = chosen[key]
-
-
-_observers: list[Callable[[nn.Module, int], None]] = []
-
-
-def _observe(experts: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    _observers[-1](experts, index.shape[-1])
-    widest = max(p.numel() // p.shape[0] // hidden.shape[-1] for p in experts.parameters() if p.dim() > 1)
-    gate_up = hidden.new_empty(hidden.shape[0], widest)  # what one expert's tokens take meanwhile, at the most
-    result = torch.empty_like(hidden)
-    del gate_up
-    return result
-
-
-ALL_EXPERTS_FUNCTIONS.register("overspill_observe", _observe)  # for good: the registry would keep a closure's model
 
 
 def forget_longest(model: nn.Module) -> None:

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from overspill.model.hf import cache_argument, cache_of, observed_experts, tensors_in
+from overspill.model.hf import cache_argument, cache_of, tensors_in
+from overspill.model.hf_experts import observed_experts
 from overspill.model.stacks import Stack
 
 

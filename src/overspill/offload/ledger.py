@@ -13,6 +13,7 @@ from torch import nn
 from overspill.errors import PlacementDefect
 from overspill.machine.arena import Block
 from overspill.machine.device import Device
+from overspill.model.hf_experts import installed
 from overspill.offload.prefetch import offsets
 from overspill.plan import Access, Placement, Plan, Ring, Tier
 from overspill.plan.ring import buffer_of
@@ -72,7 +73,8 @@ def take_ledger(
 ) -> Ledger:
     """Walk `model` and hold every weight against `plan`.
 
-    `blocks` are the allocations by purpose ("weights", "buffer_pool", "host"), `hosts` the host copies by weight name.
+    `blocks` are the allocations by purpose ("weights", "buffer_pool", "expert_slots", "host", "staging"), `hosts` the
+    host copies by weight name.
     Raises PlacementDefect, naming the weights, where tier, bytes or address differ from the plan, where a weight is
     missing from the walk, or where the plan offloads and nothing was consulted.
     """
@@ -83,18 +85,20 @@ def take_ledger(
         f"{name}: {fault}"
         for placement in plan.placements
         for name in (placement.weight.full, *placement.weight.aliases)
-        if (fault := _fault(tensors.get(name), placement, blocks, hosts, slots, device)) is not None
+        if (fault := _fault(tensors.get(name), _runs(model, name), placement, blocks, hosts, slots, device)) is not None
     ]
     walked = [p for p in plan.placements if p.weight.full in tensors]
-    entries = [_entry(p, tensors[p.weight.full], blocks, hosts.get(p.weight.full), device) for p in walked]
+    entries = [
+        _entry(p, tensors[p.weight.full], _runs(model, p.weight.full), blocks, hosts.get(p.weight.full)) for p in walked
+    ]
     wrong += _overlaps({e.name: (e.address, e.bytes) for e in entries if e.access is Access.RESIDENT})
     wrong += _overlaps({e.name: (e.host_address, e.bytes) for e in entries if e.host_address is not None})
     planned = {name for p in plan.placements for name in (p.weight.full, *p.weight.aliases)}
     for name, tensor in tensors.items():
         if name not in planned and not (_is_rebuilt_buffer(model, name) and _inside(tensor, blocks["weights"])):
             wrong.append(f"{name}: in the model but not in the plan")
-    if plan.backend is not None and not any(entry.tier is Tier.HOST for entry in entries):
-        wrong.append(f"the plan offloads with {plan.backend}, and no weight was consulted")
+    if plan.ways and not any(entry.tier is not Tier.DEVICE for entry in entries):
+        wrong.append(f"the plan offloads with {', '.join(plan.ways)}, and no weight was consulted")
     if wrong:
         raise PlacementDefect(
             "memory is not what the plan says:\n  " + "\n  ".join(wrong[:20]),
@@ -104,7 +108,11 @@ def take_ledger(
         tuple(entries),
         tuple(
             BlockEntry(
-                purpose, Tier.HOST if purpose == "host" else Tier.DEVICE, b.requested_bytes, b.allocated_bytes, b.pinned
+                purpose,
+                Tier.HOST if purpose in ("host", "staging") else Tier.DEVICE,
+                b.requested_bytes,
+                b.allocated_bytes,
+                b.pinned,
             )
             for purpose, b in blocks.items()
         ),
@@ -113,51 +121,62 @@ def take_ledger(
     )
 
 
+def _runs(model: nn.Module, name: str) -> Access | None:
+    """How experts are run in the module that holds this weight, as it was installed there; None for other modules."""
+    access: Access | None = getattr(installed(model.get_submodule(name.rpartition(".")[0])), "access", None)
+    return access
+
+
 def _entry(
     placement: Placement,
     tensor: torch.Tensor,
+    runs: Access | None,
     blocks: Mapping[str, Block],
     host: torch.Tensor | None,
-    device: Device,
 ) -> Entry:
     """A weight as the walk found it; nothing here is taken from the plan but its name."""
-    nbytes = tensor.numel() * tensor.element_size()
-    address = 0 if tensor.device.type == "meta" else tensor.data_ptr()
+    name, nbytes = placement.weight.full, tensor.numel() * tensor.element_size()
+    if tensor.device.type == "meta":
+        return Entry(name, Tier.DISK, runs or Access.RESIDENT, nbytes, 0)
     if host is None or not _inside(host, blocks["host"]):
-        return Entry(placement.weight.full, Tier.DEVICE, Access.RESIDENT, nbytes, address)
+        return Entry(name, Tier.DEVICE, Access.RESIDENT, nbytes, tensor.data_ptr())
     in_ring = "buffer_pool" in blocks and _inside(tensor, blocks["buffer_pool"])
-    access = Access.PREFETCH if in_ring else Access.ZERO_COPY
-    return Entry(placement.weight.full, Tier.HOST, access, nbytes, address, host.data_ptr())
+    access = runs or (Access.PREFETCH if in_ring else Access.ZERO_COPY)
+    return Entry(name, Tier.HOST, access, nbytes, tensor.data_ptr(), host.data_ptr())
 
 
 def _fault(
     tensor: torch.Tensor | None,
+    runs: Access | None,
     placement: Placement,
     blocks: Mapping[str, Block],
     hosts: Mapping[str, torch.Tensor],
     slots: Mapping[str, int],
     device: Device,
 ) -> str | None:
-    weight = placement.weight
+    weight, access = placement.weight, placement.access
     if tensor is None:
         return "missing from the model"
-    if tensor.device.type == "meta":
-        return "still on the meta device, without a value"
     nbytes = tensor.numel() * tensor.element_size()
     if (nbytes, tensor.dtype) != (weight.nbytes, weight.dtype):
         return f"{nbytes} bytes of {tensor.dtype}, planned {weight.nbytes} of {weight.dtype}"
-    if weight.nbytes == 0:
+    if access in (Access.IN_PLACE, Access.STREAM) and runs is not access:
+        return f"nothing computes its experts as planned ({access})"
+    if (tensor.device.type == "meta") is not (placement.tier is Tier.DISK):
+        on_disk = placement.tier is Tier.DISK
+        return "in memory, and planned to stay on disk" if on_disk else "still on the meta device, without a value"
+    if weight.nbytes == 0 or placement.tier is Tier.DISK:
         return None
-    if placement.access is Access.RESIDENT:
+    if access is Access.RESIDENT:
         return None if _inside(tensor, blocks["weights"]) else "not in the device's weight block"
     host = hosts.get(weight.full)
     if host is None or not _inside(host, blocks["host"]):
         return "its host copy is not in the host block"
-    if placement.access is Access.ZERO_COPY:
-        if device.host_address(tensor) != host.data_ptr():
-            return "the device's view is not over its host copy"
-        return None
-    return None if tensor.data_ptr() == slots[weight.full] else "not at its place in its ring buffer"
+    if access is Access.ZERO_COPY:
+        return None if device.host_address(tensor) == host.data_ptr() else "the device's view is not over its host copy"
+    if access is Access.PREFETCH:
+        return None if tensor.data_ptr() == slots[weight.full] else "not at its place in its ring buffer"
+    return None if tensor.data_ptr() == host.data_ptr() else "another tensor than its host copy"
 
 
 def _ring_slots(ring: Ring, pool: Block) -> dict[str, int]:

@@ -42,13 +42,13 @@ def fill(
     *,
     progress: Progress | None = None,
 ) -> int:
-    """Fill `targets[weight.full]` for every weight of `model`; returns the bytes read from files.
+    """Fill `targets[weight.full]` for every weight of `model` that has one; returns the bytes read from files.
 
     Targets may lie in host or device memory. A live model lets go of each tensor once it is copied, so peak memory is
     what is placed plus the model's largest weight. Raises CheckpointError where a file is short, unreadable, or has
     changed since its header was read.
     """
-    weights = model.weights
+    weights = tuple(weight for weight in model.weights if weight.full in targets)
     for weight in weights:
         if isinstance(weight.source, Live):
             device.upload(targets[weight.full], weight.source.release())

@@ -14,7 +14,9 @@ from torch import nn
 
 from overspill.machine.arena import Arena, Block, packed_bytes
 from overspill.machine.device import Device
-from overspill.model.hf import rebuild_buffers, set_experts_implementation
+from overspill.model.hf import rebuild_buffers
+from overspill.model.hf_experts import IMPLEMENTATION, install, set_experts_implementation
+from overspill.offload.expert_runs import ExpertRuns, run_experts
 from overspill.offload.ledger import Ledger, take_ledger
 from overspill.offload.loader import Progress, assign, fill
 from overspill.offload.prefetch import Prefetcher, offsets
@@ -35,6 +37,7 @@ class PlacedModel:
     ledger: Ledger
     device: Device
     prefetcher: Prefetcher | None
+    experts: ExpertRuns
     blocks: dict[str, Block] = field(repr=False)
     hosts: dict[str, torch.Tensor] = field(repr=False)
     turn: RLock = field(default_factory=RLock, repr=False)
@@ -63,6 +66,8 @@ def place(plan: Plan, device: Device, *, progress: Progress | None = None, debug
     device.reserve("kv_cache", plan.memory.kv_cache_bytes or 0)
     read_bytes = fill(targets, plan.model, device, progress=progress)
     for placement in plan.placements:
+        if placement.tier is Tier.DISK:
+            continue
         weight, tensor = placement.weight, targets[placement.weight.full]
         if placement.access is Access.ZERO_COPY:
             tensor = device.zero_copy(tensor)
@@ -75,15 +80,20 @@ def place(plan: Plan, device: Device, *, progress: Progress | None = None, debug
             for weight, offset in zip(layer.weights, offsets(layer), strict=True):
                 assign(model, weight, prefetcher.view(index, offset, weight.shape, weight.dtype))
         prefetcher.install(model)
-    if device.kind != "cuda":  # the loop over chosen experts reads only those; torch's grouped product reads all
+    hosts = {p.weight.full: targets[p.weight.full] for p in plan.on(Tier.HOST)}
+    experts = run_experts(plan, model, device, blocks, hosts)
+    for path, runner in experts.by_module():
+        install(model.get_submodule(path), runner)
+    if experts.by_module():
+        set_experts_implementation(model, IMPLEMENTATION)
+    elif device.kind != "cuda":  # the loop over chosen experts reads only those; torch's grouped product reads all
         set_experts_implementation(model, "eager")
     device.synchronize()
-    hosts = {p.weight.full: targets[p.weight.full] for p in plan.on(Tier.HOST)}
     ledger = take_ledger(
         model, plan, blocks, hosts, device, read_bytes=read_bytes, load_seconds=time.perf_counter() - started
     )
     _say(plan, ledger)
-    return PlacedModel(model, plan, ledger, device, prefetcher, blocks, hosts)
+    return PlacedModel(model, plan, ledger, device, prefetcher, experts, blocks, hosts)
 
 
 def _lay_out(
@@ -103,6 +113,10 @@ def _lay_out(
                 device.upload(moved[id(buffer)], buffer.contiguous())
             owner, _, attribute = name.rpartition(".")
             model.get_submodule(owner)._buffers[attribute] = moved[id(buffer)]
+    if plan.slots is not None:
+        blocks["expert_slots"] = device.allocate(plan.slots.pool_bytes, "expert_slots")
+    if plan.memory.staging_bytes:
+        blocks["staging"] = device.allocate_host(plan.memory.staging_bytes, pinned=plan.pinned)
     prefetcher = None
     ring = plan.ring
     ring_weights = [weight for layer in ring.layers for weight in layer.weights] if ring is not None else []
@@ -142,6 +156,18 @@ def _say(plan: Plan, ledger: Ledger) -> None:
             plan.saved_bytes / 1e9,
             plan.ring.pool_bytes / 1e9,
             plan.ring.step,
+        )
+    for note in plan.notes:
+        if note.startswith("device placement:"):
+            logger.info(note)
+    if (slots := plan.slots) is not None:
+        logger.info(
+            "[expert-stream] ON slots=%d slot_bytes=%d experts=%d policy=%s tier=%s",
+            slots.count,
+            slots.slot_bytes,
+            slots.experts,
+            slots.policy,
+            slots.tier.value,
         )
     logger.info(
         "Model loading took %.2f GiB memory and %.6f seconds",

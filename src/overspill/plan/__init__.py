@@ -1,6 +1,8 @@
 """Where each weight goes."""
 
-from overspill.plan.placement import Access, Placement, Plan, Ring, RingLayer, Tier
+from overspill.plan.placement import Placement, Plan, Ring, RingLayer
 from overspill.plan.planner import make_plan, refuse_device
+from overspill.plan.slots import Slots
+from overspill.plan.tiers import Access, Tier
 
-__all__ = ["Access", "Placement", "Plan", "Ring", "RingLayer", "Tier", "make_plan", "refuse_device"]
+__all__ = ["Access", "Placement", "Plan", "Ring", "RingLayer", "Slots", "Tier", "make_plan", "refuse_device"]

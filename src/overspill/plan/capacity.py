@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 from overspill.config import GIB, OffloadConfig, Settings, format_bytes
 from overspill.errors import CapacityError, ConfigError
-from overspill.plan.placement import MemoryForecast, Plan, Tier
+from overspill.plan.placement import MemoryForecast, Plan
+from overspill.plan.tiers import Tier
 
 _SHORTER = "fewer or shorter sequences (--max-num-seqs, --max-model-len)"
 
@@ -21,9 +22,10 @@ def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: 
     the hint names settings only if they fit. `unified`: nothing can be offloaded.
     """
     memory = plan.memory
-    if memory.host_bytes > memory.available_host_bytes:
+    host_bytes = memory.host_bytes + memory.staging_bytes
+    if host_bytes > memory.available_host_bytes:
         raise CapacityError(
-            f"host memory: the plan places {format_bytes(memory.host_bytes)} there, "
+            f"host memory: the plan places {format_bytes(host_bytes)} there, "
             f"{format_bytes(memory.available_host_bytes)} are available (the control group's limit included)",
             hint="offload less, or raise the limit",
         )
@@ -35,7 +37,12 @@ def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: 
     needed = _needed(memory, with_cache)
     if needed <= limit:
         return
-    what = "weights, buffer pool and KV cache" if with_cache else "weights and buffer pool"
+    pools = {"buffer pool": memory.buffer_pool_bytes}
+    if memory.expert_slots_bytes:
+        pools["expert slots"] = memory.expert_slots_bytes
+    parts = ["weights", *pools, *(["KV cache"] if with_cache else [])]
+    what = f"{', '.join(parts[:-1])} and {parts[-1]}"
+    told = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in pools.items())
     largest = max((p.weight for p in plan.on(Tier.DEVICE)), key=lambda w: w.nbytes, default=None)
     named = f"; the largest weight is {largest.full}, {format_bytes(largest.nbytes)}" if largest is not None else ""
     relief = _SHORTER if with_cache else 'a larger "overspill.device_fit.weight_budget_bytes"'
@@ -52,7 +59,7 @@ def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: 
         )
     raise CapacityError(
         f"{plan.device_name}: {what} need {format_bytes(needed)} of device memory "
-        f"(weights {format_bytes(memory.weights_bytes)}, buffer pool {format_bytes(memory.buffer_pool_bytes)}, "
+        f"(weights {format_bytes(memory.weights_bytes)}, {told}, "
         f"KV cache {format_bytes(memory.kv_cache_bytes or 0)} for {plan.kv_cache_for}"
         f"{named}), the limit is {format_bytes(limit)}",
         hint=f"offload {format_bytes(needed + working_bytes - limit)} more ({settled}), or allow {relief}"
@@ -74,7 +81,7 @@ def capacity_warnings(memory: MemoryForecast) -> tuple[str, ...]:
 
 def _needed(memory: MemoryForecast, with_cache: bool) -> int:
     cache_bytes = memory.kv_cache_bytes or 0 if with_cache else 0
-    return memory.weights_bytes + memory.buffer_pool_bytes + cache_bytes
+    return memory.weights_bytes + memory.pools_bytes + cache_bytes
 
 
 def _fits(forecast: Forecast, offload: OffloadConfig, with_cache: bool, limit: int) -> bool:

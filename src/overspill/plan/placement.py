@@ -5,27 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from overspill.machine.arena import packed_bytes
 from overspill.machine.device import Link
+from overspill.model.experts import ExpertBlock
 from overspill.model.weights import ModelMap, Weight
 from overspill.plan.ring import buffer_of
-
-
-class Tier(StrEnum):
-    """Where a weight lives."""
-
-    DEVICE = "device"
-    HOST = "host"
-
-
-class Access(StrEnum):
-    """How a layer gets a weight: it is there, is read across the link at each use, or is copied ahead."""
-
-    RESIDENT = "resident"
-    ZERO_COPY = "zero_copy"
-    PREFETCH = "prefetch"
+from overspill.plan.slots import Slots
+from overspill.plan.staging import Staging
+from overspill.plan.tiers import Access, Tier
 
 
 @dataclass(frozen=True)
@@ -93,19 +81,29 @@ class Ring:
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """Bytes by purpose. Working memory is that of a prompt pass at the full length; None where it is not known."""
+    """Bytes by purpose. Working memory is that of a prompt pass at the full length; None where it is not known.
+
+    `staging_bytes` of host memory are what tensors pass through between device, host and disk.
+    """
 
     weights_bytes: int
     buffer_pool_bytes: int
+    expert_slots_bytes: int
     kv_cache_bytes: int | None
     working_bytes: int | None
     host_bytes: int
+    staging_bytes: int
     available_device_bytes: int
     available_host_bytes: int
 
     @property
+    def pools_bytes(self) -> int:
+        """Device memory that offload takes for itself."""
+        return self.buffer_pool_bytes + self.expert_slots_bytes
+
+    @property
     def device_bytes(self) -> int:
-        return self.weights_bytes + self.buffer_pool_bytes + (self.kv_cache_bytes or 0) + (self.working_bytes or 0)
+        return self.weights_bytes + self.pools_bytes + (self.kv_cache_bytes or 0) + (self.working_bytes or 0)
 
 
 @dataclass(frozen=True)
@@ -113,17 +111,21 @@ class StepForecast:
     """What the link must carry in a step that decodes `tokens` tokens at once, and the least time that takes.
 
     `link_floor_s` is a floor, not a prediction: zero-copy adds it to the computing, prefetch overlaps with it.
+    `in_place_bytes` are results of experts that the CPU computes. What streamed experts bring is no part of
+    `link_bytes`: nothing where they are all in their slots; `stream_bytes` if any were as likely as any other.
     """
 
     tokens: int
     zero_copy_bytes: float
     prefetch_bytes: int
+    in_place_bytes: int
+    stream_bytes: float
     transfers: int
     link: Link | None
 
     @property
     def link_bytes(self) -> float:
-        return self.zero_copy_bytes + self.prefetch_bytes
+        return self.zero_copy_bytes + self.prefetch_bytes + self.in_place_bytes
 
     @property
     def link_floor_s(self) -> float | None:
@@ -134,8 +136,9 @@ class StepForecast:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be where. `notes` are said once; `backend` is None where nothing is offloaded.
+    """What will be where. `notes` are said once; `backend` is vLLM's ("uva", "prefetch"), None where neither is asked.
 
+    `placed` are blocks of routed experts that the CPU computes, `slots` those that stream through the device.
     `buffers_bytes` are rebuilt buffers that no checkpoint holds; they are part of the device's weights.
     `kv_cache_tokens` is about what a server's KV cache holds, None where it holds `sequences` of the whole context.
     """
@@ -149,6 +152,9 @@ class Plan:
     sequences: int
     placements: tuple[Placement, ...]
     ring: Ring | None
+    placed: tuple[ExpertBlock, ...]
+    slots: Slots | None
+    staging: Staging
     pinned: bool
     memory: MemoryForecast
     step: StepForecast
@@ -183,9 +189,27 @@ class Plan:
     @property
     def offloaded_bytes(self) -> int:
         """Useful bytes off the device (what was asked for)."""
-        return sum(p.weight.nbytes for p in self.on(Tier.HOST))
+        return sum(p.weight.nbytes for p in self.placements if p.tier is not Tier.DEVICE)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any weight lies elsewhere than on the device."""
+        return any(p.tier is not Tier.DEVICE for p in self.placements)
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """How weights off the device are used, for people."""
+        return tuple(
+            word
+            for word, there in (
+                (self.backend, self.backend is not None),
+                ("experts on the CPU", self.placed),
+                ("expert slots", self.slots is not None),
+            )
+            if there and word is not None
+        )
 
     @property
     def saved_bytes(self) -> int:
-        """Device bytes that the offload frees, the buffer pool subtracted."""
-        return self.offloaded_bytes - self.memory.buffer_pool_bytes
+        """Device bytes that the offload frees, what it takes for itself subtracted."""
+        return self.offloaded_bytes - self.memory.pools_bytes

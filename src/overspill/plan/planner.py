@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 
 from overspill.config import OffloadConfig, Settings, format_bytes
 from overspill.errors import ConfigError
@@ -12,18 +14,30 @@ from overspill.machine.memory import host_available_bytes
 from overspill.model.map import conversions
 from overspill.model.weights import ModelMap, Weight
 from overspill.plan.capacity import capacity_warnings, refuse_capacity
-from overspill.plan.placement import Access, MemoryForecast, Placement, Plan, StepForecast, Tier
+from overspill.plan.experts import sized
+from overspill.plan.placement import MemoryForecast, Placement, Plan, StepForecast
 from overspill.plan.policy import Choice, choose
 from overspill.plan.server_cache import server_cache_tokens, server_memory
+from overspill.plan.staging import staging_for
+from overspill.plan.tiers import Access, Tier
 
 
 def refuse_device(settings: Settings, device: Device) -> None:
-    """Offload to host memory on a device whose memory is the host's own; needs no model."""
-    if settings.offload.offloads and device.unified:
+    """Offload to host memory on a device whose memory is the host's own; needs no model.
+
+    A placement of experts on the CPU is no such thing: there it has nothing to do, and the plan says so.
+    """
+    if not device.unified:
+        return
+    stream = settings.offload.extension.expert_stream
+    backend = settings.offload.resolved_backend
+    asked = backend if backend is not None else "expert_stream" if stream.on and stream.tier != "disk" else None
+    if asked is not None:
         raise ConfigError(
             f"{device.name}: host memory is this device's own memory, so a weight moved there would free nothing "
-            f"(asked: {settings.offload.resolved_backend})",
-            hint="take the offload settings away, or try them with --device emulated",
+            f"(asked: {asked})",
+            hint="take the offload settings away, or try them with --device emulated"
+            + ('; experts can stream from disk ("tier": "disk")' if asked == "expert_stream" else ""),
         )
 
 
@@ -37,10 +51,22 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
     environment = settings.environment
     pinned = not environment.disable_pin_memory
     zero_copy = pinned and not environment.disable_uva
-    choice = choose(model, settings.offload, zero_copy=zero_copy)
-    placements = tuple(_place(weight, choice) for weight in model)
     buffers_bytes = _rebuilt_buffer_bytes(model)
-    memory = _memory(model, placements, choice, buffers_bytes, device, settings)
+
+    def chosen(offload: OffloadConfig) -> tuple[Choice, tuple[Placement, ...], MemoryForecast]:
+        choice = choose(model, offload, zero_copy=zero_copy, unified=device.unified)
+        moved = choice.experts.moved() | {name: (Tier.HOST, *rest) for name, rest in choice.moved.items()}
+        placements = tuple(_place(weight, moved) for weight in model)
+        memory = _memory(model, placements, choice, buffers_bytes, device, settings, context_tokens)
+        if (slots := choice.experts.slots) is not None and not slots.count:
+            fitting, note = sized(slots, memory.available_device_bytes - memory.device_bytes)
+            experts = replace(choice.experts, slots=fitting, notes=(*choice.experts.notes, note))
+            choice = replace(choice, experts=experts)
+            memory = replace(memory, expert_slots_bytes=fitting.pool_bytes)
+        return choice, placements, memory
+
+    choice, placements, memory = chosen(settings.offload)
+    experts = choice.experts
     plan = Plan(
         model=model,
         backend=settings.offload.resolved_backend,
@@ -51,28 +77,25 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
         sequences=settings.engine.max_num_seqs,
         placements=placements,
         ring=choice.ring,
+        placed=experts.placed,
+        slots=experts.slots,
+        staging=staging_for(
+            experts.placed, experts.slots, _pass_tokens(settings, context_tokens), unified=device.unified
+        ),
         pinned=pinned and device.kind == "cuda",
         memory=memory,
         step=_step(placements, choice, settings.engine.max_num_seqs, device),
         buffers_bytes=buffers_bytes,
         kv_cache_tokens=server_cache_tokens(memory, model.trace, settings.engine),
-        notes=(*settings.notes, *choice.notes, *_model_notes(model)),
-        warnings=(*choice.warnings, *capacity_warnings(memory)),
+        notes=(*settings.notes, *experts.notes, *choice.notes, *_model_notes(model)),
+        warnings=(*settings.warnings, *experts.warnings, *choice.warnings, *capacity_warnings(memory)),
     )
-
-    def forecast(offload: OffloadConfig) -> MemoryForecast:
-        other = choose(model, offload, zero_copy=zero_copy)
-        return _memory(model, tuple(_place(weight, other) for weight in model), other, buffers_bytes, device, settings)
-
-    refuse_capacity(plan, settings, unified=device.unified, forecast=forecast)
+    refuse_capacity(plan, settings, unified=device.unified, forecast=lambda offload: chosen(offload)[2])
     return plan
 
 
-def _place(weight: Weight, choice: Choice) -> Placement:
-    if weight.full in choice.moved:
-        access, reason = choice.moved[weight.full]
-        return Placement(weight, Tier.HOST, access, reason)
-    return Placement(weight, Tier.DEVICE, Access.RESIDENT, "not offloaded")
+def _place(weight: Weight, moved: Mapping[str, tuple[Tier, Access, str]]) -> Placement:
+    return Placement(weight, *moved.get(weight.full, (Tier.DEVICE, Access.RESIDENT, "not offloaded")))
 
 
 def _rebuilt_buffer_bytes(model: ModelMap) -> int:
@@ -89,30 +112,43 @@ def _memory(
     buffers_bytes: int,
     device: Device,
     settings: Settings,
+    context_tokens: int,
 ) -> MemoryForecast:
     sizes = {
         tier: packed_bytes(p.weight.nbytes for p in placements if p.tier is tier) for tier in (Tier.DEVICE, Tier.HOST)
     }
     traced = model.trace if model.trace.failure is None else None
+    experts = choice.experts
+    staging = staging_for(experts.placed, experts.slots, _pass_tokens(settings, context_tokens), unified=device.unified)
     memory = MemoryForecast(
         weights_bytes=sizes[Tier.DEVICE] + buffers_bytes,
         buffer_pool_bytes=choice.ring.pool_bytes if choice.ring is not None else 0,
+        expert_slots_bytes=experts.slots.pool_bytes if experts.slots is not None else 0,
         kv_cache_bytes=traced.kv_cache_bytes if traced is not None else None,
         working_bytes=traced.working_bytes if traced is not None else None,
         host_bytes=page_bytes(sizes[Tier.HOST]) if sizes[Tier.HOST] else 0,
+        staging_bytes=staging.nbytes,
         available_device_bytes=device.memory_bytes,
         available_host_bytes=host_available_bytes(),
     )
     return server_memory(memory, traced, settings.engine) if traced is not None else memory
 
 
+def _pass_tokens(settings: Settings, context_tokens: int) -> int:
+    """The most tokens of a pass."""
+    return settings.engine.max_num_batched_tokens or context_tokens * settings.engine.max_num_seqs
+
+
 def _step(placements: tuple[Placement, ...], choice: Choice, tokens: int, device: Device) -> StepForecast:
     zero_copy = [p.weight for p in placements if p.access is Access.ZERO_COPY]
+    ring, placed, slots = choice.ring, choice.experts.placed, choice.experts.slots
     return StepForecast(
         tokens=tokens,
         zero_copy_bytes=sum(weight.step_bytes(tokens) for weight in zero_copy),
-        prefetch_bytes=choice.ring.pass_bytes if choice.ring is not None else 0,
-        transfers=sum(w.step_reads for w in zero_copy) + (len(choice.ring.copied) if choice.ring is not None else 0),
+        prefetch_bytes=ring.pass_bytes if ring is not None else 0,
+        in_place_bytes=tokens * sum(b.hidden_size * next(iter(b.weights.values())).dtype.itemsize for b in placed),
+        stream_bytes=slots.expected_bytes(tokens) if slots is not None else 0.0,
+        transfers=sum(w.step_reads for w in zero_copy) + (len(ring.copied) if ring is not None else 0) + len(placed),
         link=device.link,
     )
 

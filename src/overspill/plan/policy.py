@@ -3,40 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from overspill.config import OffloadConfig, closest, format_bytes, matches
 from overspill.errors import ConfigError
 from overspill.model.weights import ModelMap, Role, Weight
-from overspill.plan.placement import Access, Ring, RingLayer
+from overspill.plan.experts import ExpertChoice, choose_experts
+from overspill.plan.placement import Ring, RingLayer
+from overspill.plan.tiers import Access
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Weights that leave the device, each with its access and why; the ring, where there is one."""
+    """Weights that leave the device for host memory, each with its access and why; the ring, where there is one.
+
+    `experts` are the routed experts that leave it in ways of their own.
+    """
 
     moved: dict[str, tuple[Access, str]]
     ring: Ring | None = None
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    experts: ExpertChoice = field(default_factory=ExpertChoice)
 
 
-def choose(model: ModelMap, offload: OffloadConfig, *, zero_copy: bool) -> Choice:
-    """What `offload` asks of this model. `zero_copy` False: the device cannot read host memory, or must not."""
+def choose(model: ModelMap, offload: OffloadConfig, *, zero_copy: bool, unified: bool = False) -> Choice:
+    """What `offload` asks of this model. `zero_copy` False: the device cannot read host memory, or must not.
+
+    Routed experts are placed first; a backend takes of what is left.
+    """
+    experts = choose_experts(model, offload.extension, unified=unified)
+    taken = experts.moved().keys()
+    free = [weight for weight in model if weight.full not in taken and weight.role is not Role.BUFFER and weight.nbytes]
     backend = offload.resolved_backend
     if backend == "prefetch":
-        return _prefetch(model, offload)
+        return replace(_prefetch(model, free, offload), experts=experts)
     if backend == "uva":
-        return _budget(model, offload, offload.extension.order, zero_copy=zero_copy)
-    return Choice({})
+        return replace(_budget(model, free, offload, offload.extension.order, zero_copy=zero_copy), experts=experts)
+    return Choice({}, experts=experts)
 
 
 # -- uva: a budget -------------------------------------------------------------------------------------------------
 
 
-def _budget(model: ModelMap, offload: OffloadConfig, order: str, *, zero_copy: bool) -> Choice:
+def _budget(model: ModelMap, free: Sequence[Weight], offload: OffloadConfig, order: str, *, zero_copy: bool) -> Choice:
     budget = offload.uva.budget_bytes
-    eligible = [w for w in model if w.role is not Role.BUFFER and w.nbytes > 0]
+    eligible = list(free)
     if order == "declaration" or not zero_copy:  # vLLM reaches the layers only; a staged copy is made layer by layer
         eligible = [w for w in eligible if w.name.stack is not None]
     if not zero_copy:
@@ -89,7 +101,7 @@ def _why_budget(weight: Weight, order: str) -> str:
 # -- prefetch: groups of layers --------------------------------------------------------------------------------------
 
 
-def _prefetch(model: ModelMap, offload: OffloadConfig) -> Choice:
+def _prefetch(model: ModelMap, free: Sequence[Weight], offload: OffloadConfig) -> Choice:
     settings = offload.prefetch
     size, num, step = (
         settings.offload_group_size,
@@ -104,7 +116,7 @@ def _prefetch(model: ModelMap, offload: OffloadConfig) -> Choice:
             f"of {decoder.path}",
             hint=f"an offload_group_size of at most {decoder.layers}",
         )
-    inside = [w for w in model if w.name.stack == decoder.path and w.role is not Role.BUFFER and w.nbytes > 0]
+    inside = [w for w in free if w.name.stack == decoder.path]
     inside = _selected(inside, settings.offload_params, "offload_params")
     repeated = _layers_not_run_once(model, decoder.path)
     notes: list[str] = []

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from overspill.config import format_bytes
-from overspill.plan.placement import Access, Placement, Plan, Tier
+from overspill.plan.placement import Placement, Plan
+from overspill.plan.tiers import Access, Tier
 
 SCHEMA = 1
 
@@ -50,6 +51,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "device": {
                 "weights_bytes": memory.weights_bytes,
                 "buffer_pool_bytes": memory.buffer_pool_bytes,
+                "expert_slots_bytes": memory.expert_slots_bytes,
                 "kv_cache_bytes": memory.kv_cache_bytes,
                 "working_bytes": memory.working_bytes,
                 "total_bytes": memory.device_bytes,
@@ -57,6 +59,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             },
             "host": {
                 "weights_bytes": memory.host_bytes,
+                "staging_bytes": memory.staging_bytes,
                 "available_bytes": memory.available_host_bytes,
                 "pinned": plan.pinned,
             },
@@ -66,6 +69,8 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "link_bytes": step.link_bytes,
             "zero_copy_bytes": step.zero_copy_bytes,
             "prefetch_bytes": step.prefetch_bytes,
+            "in_place_bytes": step.in_place_bytes,
+            "stream_bytes": step.stream_bytes,
             "transfers": step.transfers,
             "link_floor_s": step.link_floor_s,
         },
@@ -76,6 +81,17 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "look_ahead": plan.ring.look_ahead,
             "buffer_bytes": plan.ring.buffer_bytes,
             "layers": [layer.path for layer in plan.ring.layers],
+        },
+        "placed": [block.path for block in plan.placed],
+        "slots": None
+        if plan.slots is None
+        else {
+            "count": plan.slots.count,
+            "slot_bytes": plan.slots.slot_bytes,
+            "experts": plan.slots.experts,
+            "policy": plan.slots.policy,
+            "tier": plan.slots.tier.value,
+            "blocks": [block.path for block in plan.slots.blocks],
         },
         "weights": [
             {
@@ -101,7 +117,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 def render_plan(plan: Plan) -> RenderableType:
     """The plan as tables for a terminal."""
     parts: list[RenderableType] = [_headline(plan), _placement_table(plan), _memory_table(plan)]
-    if plan.backend is not None:
+    if plan.offloads:
         parts.append(_step_line(plan))
     parts += [Text(f"note: {note}", style="dim") for note in plan.notes]
     parts += [Text(f"warning: {warning}", style="yellow") for warning in plan.warnings]
@@ -116,7 +132,7 @@ def _headline(plan: Plan) -> Text:
         (model.architecture, "bold"),
         f", {count / 1e9:.3f} B parameters, {format_bytes(model.nbytes)} in {_dtypes(plan)}, {stacks}\n",
         f"on {plan.device_name}, {plan.kv_cache_for}, ",
-        "nothing offloaded" if plan.backend is None else f"backend {plan.backend}",
+        "nothing offloaded" if not plan.ways else "backend " * (plan.backend is not None) + ", ".join(plan.ways),
         f" in {plan.order} order" if plan.backend == "uva" else "",
     )
 
@@ -177,6 +193,7 @@ def _memory_table(plan: Plan) -> Table:
     rows = [
         ("weights", memory.weights_bytes),
         ("buffer pool", memory.buffer_pool_bytes),
+        *([(f"expert slots, {plan.slots.count} and 2", memory.expert_slots_bytes)] if plan.slots is not None else []),
         (f"KV cache, {plan.kv_cache_for}", memory.kv_cache_bytes),
         ("working memory of a prompt pass", memory.working_bytes),
         ("together", memory.device_bytes),
@@ -184,12 +201,18 @@ def _memory_table(plan: Plan) -> Table:
     ]
     for what, nbytes in rows:
         table.add_row("device", what, "not known" if nbytes is None else format_bytes(nbytes))
-    if plan.on(Tier.HOST):
+    if plan.offloads:
         table.add_section()
         table.add_row("host", "weights" + (", pinned" if plan.pinned else ""), format_bytes(memory.host_bytes))
+        if memory.staging_bytes:
+            table.add_row("host", "staging", format_bytes(memory.staging_bytes))
         table.add_row("host", "available", format_bytes(memory.available_host_bytes))
         table.add_section()
-        table.add_row("saved", "offloaded less buffer pool", format_bytes(plan.saved_bytes))
+        if on_disk := plan.on(Tier.DISK):
+            table.add_row("disk", "weights", format_bytes(sum(p.weight.nbytes for p in on_disk)))
+            table.add_section()
+        taken = "buffer pool and expert slots" if plan.slots is not None else "buffer pool"
+        table.add_row("saved", f"offloaded less {taken}", format_bytes(plan.saved_bytes))
     return table
 
 
@@ -203,6 +226,11 @@ def _step_line(plan: Plan) -> Text:
         text.append(
             f" across the link: at least {step.link_floor_s * 1e3:.2f} ms at {step.link.bandwidth / 1e9:.1f} GB/s "
             f"({kind}{', emulated: no GPU time' if plan.device_kind == 'emulated' else ''})"
+        )
+    if plan.slots is not None:
+        text.append(
+            f"; streamed experts bring {format_bytes(round(step.stream_bytes))} more if all were alike, less as far as "
+            f"{plan.slots.count} of {plan.slots.experts} in slots are the ones in demand"
         )
     if any(p.access is Access.ZERO_COPY and p.weight.routing is not None for p in plan.placements):
         text.append("; routed experts as expected over many tokens")

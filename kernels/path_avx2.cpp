@@ -1,0 +1,12 @@
+#include "simd_avx2.hpp"
+
+#include "elementwise.hpp"
+
+namespace overspill {
+
+const Path& avx2_path() {
+    static constexpr Path found = path("avx2");
+    return found;
+}
+
+}  // namespace overspill

@@ -1,0 +1,12 @@
+#include "simd_avx512.hpp"
+
+#include "elementwise.hpp"
+
+namespace overspill {
+
+const Path& avx512_path() {
+    static constexpr Path found = path("avx512");
+    return found;
+}
+
+}  // namespace overspill
