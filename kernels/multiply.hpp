@@ -76,45 +76,29 @@ OVERSPILL_INLINE void add_step(F (&sums)[R][M], const typename Weights<type>::Va
     }
 }
 
-// What a tile needs beside its rows: the depth is gone through in parts, so that the activations of a part stay in the
-// first-level cache while rows go by, and the sums wait in `kept` meanwhile.
-struct Part {
-    size_t from, to;
-    bool first, last;
-};
-
 // R rows x M tokens, each product in one accumulator vector of its own that takes the steps in order. With `ahead` the
-// lines at `next`, of the same stride, are fetched meanwhile.
+// R rows at `next` are fetched meanwhile.
 template <Type type, int R, int M, bool ahead>
-void tile(const typename Weights<type>::Value* rows, size_t stride, const Part& part, const float* const* activations,
-          F* kept, float* out, size_t out_stride, const char* next) {
+void tile(const Block& block, const typename Weights<type>::Value* rows, const float* const* activations, float* out,
+          const char* next) {
+    using Value = typename Weights<type>::Value;
     constexpr size_t step = Weights<type>::halves * V;
     F sums[R][M];
-    if (part.first) {
-        OVERSPILL_UNROLL for (int r = 0; r < R; ++r)
-            OVERSPILL_UNROLL for (int m = 0; m < M; ++m) sums[r][m] = Simd::zero();
-    } else {
-        OVERSPILL_UNROLL for (int r = 0; r < R; ++r)
-            OVERSPILL_UNROLL for (int m = 0; m < M; ++m) sums[r][m] = kept[r * M + m];
-    }
-    size_t k = part.from;
-    for (; k + step <= part.to; k += step) {
+    OVERSPILL_UNROLL for (int r = 0; r < R; ++r)
+        OVERSPILL_UNROLL for (int m = 0; m < M; ++m) sums[r][m] = Simd::zero();
+    size_t k = 0;
+    for (; k + step <= block.depth; k += step) {
         if (ahead)
-            OVERSPILL_UNROLL for (int r = 0; r < R; ++r) fetch(next + (r * stride + k) * sizeof(*rows));
-        add_step<type>(sums, rows + k, stride, activations, k);
+            OVERSPILL_UNROLL for (int r = 0; r < R; ++r) fetch(next + (r * block.stride + k) * sizeof(Value));
+        add_step<type>(sums, rows + k, block.stride, activations, k);
     }
-    if (!part.last) {
-        OVERSPILL_UNROLL for (int r = 0; r < R; ++r)
-            OVERSPILL_UNROLL for (int m = 0; m < M; ++m) kept[r * M + m] = sums[r][m];
-        return;
-    }
-    if (k < part.to) {
-        typename Weights<type>::Value tail[R][step] = {};
-        for (int r = 0; r < R; ++r) std::memcpy(tail[r], rows + r * stride + k, (part.to - k) * sizeof(*rows));
+    if (k < block.depth) {
+        Value tail[R][step] = {};
+        for (int r = 0; r < R; ++r) std::memcpy(tail[r], rows + r * block.stride + k, (block.depth - k) * sizeof(Value));
         add_step<type>(sums, tail[0], step, activations, k);
     }
     OVERSPILL_UNROLL for (int m = 0; m < M; ++m) {
-        float* to = out + m * out_stride;
+        float* to = out + m * block.out_stride;
         if (R % 4 == 0) {
             OVERSPILL_UNROLL for (int r = 0; r + 3 < R; r += 4)
                 Simd::sum4(sums[r][m], sums[r + 1][m], sums[r + 2][m], sums[r + 3][m], to + r);
@@ -124,64 +108,35 @@ void tile(const typename Weights<type>::Value* rows, size_t stride, const Part& 
     }
 }
 
-// R rows against all tokens, as many at a time as there are registers for.
+// R rows from `r` on against all tokens, as many at a time as there are registers for.
 template <Type type, int R>
-void rows_by_tokens(const Block& block, const typename Weights<type>::Value* rows, const Part& part, F* kept,
-                    float* out, const char* next) {
+void rows_by_tokens(const Block& block, size_t r) {
     constexpr size_t most = Simd::tokens;
-    const auto some = [&](auto count, size_t m, bool ahead) {
+    const auto* rows = static_cast<const typename Weights<type>::Value*>(block.matrix) + (block.first + r) * block.stride;
+    const void* next = r + 2 * R <= block.count ? rows + R * block.stride : block.next;
+    const auto some = [&](auto count, size_t m) {
         constexpr int M = decltype(count)::value;
-        (ahead ? tile<type, R, M, true> : tile<type, R, M, false>)(rows, block.stride, part, block.activations + m,
-                                                                  kept + m * R, out + m * block.out_stride,
-                                                                  block.out_stride, next);
+        const bool ahead = next && m == 0;  // the rows then come from memory, later from the cache
+        (ahead ? tile<type, R, M, true> : tile<type, R, M, false>)(
+            block, rows, block.activations + m, block.out + m * block.out_stride + r, static_cast<const char*>(next));
     };
-    for (size_t m = 0; m < block.tokens; m += most) {
-        const bool ahead = next && m == 0;
-        switch (block.tokens - m) {
-            case 1: some(Number<1>(), m, ahead); break;
-            case 2: some(Number<2>(), m, ahead); break;
-            case 3: some(Number<most < 3 ? most : 3>(), m, ahead); break;
-            case 4: some(Number<most < 4 ? most : 4>(), m, ahead); break;
-            case 5: some(Number<most < 5 ? most : 5>(), m, ahead); break;
-            default: some(Number<most>(), m, ahead);
+    for (size_t m = 0; m < block.tokens; m += most) switch (block.tokens - m) {
+            case 1: some(Number<1>(), m); break;
+            case 2: some(Number<2>(), m); break;
+            case 3: some(Number<most < 3 ? most : 3>(), m); break;
+            case 4: some(Number<most < 4 ? most : 4>(), m); break;
+            case 5: some(Number<most < 5 ? most : 5>(), m); break;
+            default: some(Number<most>(), m);
         }
-    }
 }
 
-#ifndef PART
-#define PART 256
-#define GROUP 16
-#endif
 template <Type type>
 void multiply_rows(const Block& block) {
-    using Value = typename Weights<type>::Value;
-    constexpr size_t rows_of_group = GROUP, part_depth = PART;
-    const Value* rows = static_cast<const Value*>(block.matrix) + block.first * block.stride;
-    alignas(64) F kept[rows_of_group * most_tokens];
-    const auto at = [&](size_t r) { return reinterpret_cast<const char*>(rows + r * block.stride); };
-
     size_t r = 0;
     if (block.tokens == 1)
-        for (; r + single_rows <= block.count; r += single_rows)
-            rows_by_tokens<type, single_rows>(block, rows + r * block.stride, {0, block.depth, true, true}, nullptr,
-                                              block.out + r,
-                                              r + 2 * single_rows <= block.count ? at(r + single_rows)
-                                                                                 : static_cast<const char*>(block.next));
-    while (r < block.count) {
-        const size_t group = block.count - r < rows_of_group ? block.count - r : rows_of_group;
-        for (size_t k = 0; k < block.depth; k += part_depth) {
-            const bool last = block.depth - k <= part_depth;
-            const Part part{k, last ? block.depth : k + part_depth, k == 0, last};
-            size_t i = 0;
-            for (; i + 4 <= group; i += 4)
-                rows_by_tokens<type, 4>(block, rows + (r + i) * block.stride, part, kept + i * block.tokens,
-                                        block.out + r + i, NEXT);
-            for (; i < group; ++i)
-                rows_by_tokens<type, 1>(block, rows + (r + i) * block.stride, part, kept + i * block.tokens,
-                                        block.out + r + i, nullptr);
-        }
-        r += group;
-    }
+        for (; r + single_rows <= block.count; r += single_rows) rows_by_tokens<type, single_rows>(block, r);
+    for (; r + 4 <= block.count; r += 4) rows_by_tokens<type, 4>(block, r);
+    for (; r < block.count; ++r) rows_by_tokens<type, 1>(block, r);
 }
 
 // Transposed: V columns at a time, U lines of the matrix at once, so that a sum is loaded and stored once in U steps.

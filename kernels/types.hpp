@@ -12,7 +12,7 @@ enum class Activation { silu, gelu, gelu_tanh, relu, relu2 };
 
 inline size_t bytes_of(Type type) { return type == Type::float32 ? 4 : 2; }
 
-// Of a block: what lies between the caches and their sums fits the first-level cache.
+// Of a block: their activations stay in the second-level cache while rows go by.
 constexpr size_t most_tokens = 24;
 
 // A run of rows of one expert's matrix (of columns, where it is stored transposed) against a few activations.
