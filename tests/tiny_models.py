@@ -94,6 +94,26 @@ _QWEN3_MOE = {
     "num_experts_per_tok": 2,
 }
 
+_SHARED_EXPERTS = {
+    "intermediate_size": 45,
+    "moe_intermediate_size": 11,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+_DEEPSEEK = {
+    **_SHARED_EXPERTS,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 13,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 8,
+    "head_dim": 16,
+    "num_key_value_heads": 5,
+    "topk_group": 1,
+}
+
 TINY: Mapping[str, Tiny] = {
     "llama": Tiny("LlamaConfig", _LLAMA),
     "llama_tied": Tiny("LlamaConfig", {**_LLAMA, "tie_word_embeddings": True}),
@@ -158,26 +178,7 @@ TINY: Mapping[str, Tiny] = {
         "Gemma3TextConfig",
         {"intermediate_size": 45, "sliding_window": 8, "query_pre_attn_scalar": 8, "sliding_window_pattern": 3},
     ),
-    "deepseek_v2": Tiny(
-        "DeepseekV2Config",
-        {
-            "intermediate_size": 45,
-            "moe_intermediate_size": 11,
-            "n_routed_experts": 6,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 10,
-            "q_lora_rank": 13,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 8,
-            "head_dim": 16,
-            "num_key_value_heads": 5,
-            "n_group": 1,
-            "topk_group": 1,
-        },
-    ),
+    "deepseek_v2": Tiny("DeepseekV2Config", {**_DEEPSEEK, "n_group": 1}),
     "qwen3_next": Tiny(
         "Qwen3NextConfig",
         {
@@ -188,6 +189,67 @@ TINY: Mapping[str, Tiny] = {
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 8,
             "layer_types": ["full_attention", "linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "qwen3_5_moe": Tiny(
+        "Qwen3_5MoeTextConfig",
+        {
+            **_QWEN3_MOE,
+            "shared_expert_intermediate_size": 11,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "layer_types": ["full_attention", "linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "deepseek_v3": Tiny("DeepseekV3Config", {**_DEEPSEEK, "qk_head_dim": 24, "n_group": 2}),
+    "deepseek_v4": Tiny(
+        "DeepseekV4Config",
+        {
+            "hidden_size": 40,
+            "head_dim": 16,
+            "moe_intermediate_size": 11,
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "q_lora_rank": 13,
+            "o_groups": 5,
+            "o_lora_rank": 6,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_topk": 4,
+            "sliding_window": 8,
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "laguna": Tiny("LagunaConfig", {**_QWEN3_MOE, "shared_expert_intermediate_size": 11}),
+    "glm4_moe": Tiny("Glm4MoeConfig", {**_SHARED_EXPERTS, "n_group": 1, "topk_group": 1}),
+    "llama4": Tiny(
+        "Llama4TextConfig",
+        {"intermediate_size": 11, "intermediate_size_mlp": 45, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "dbrx": Tiny(
+        "DbrxConfig",
+        {
+            "d_model": 40,
+            "hidden_size": 40,
+            "n_heads": 5,
+            "n_layers": 4,
+            "max_seq_len": 64,
+            "ffn_config": {"ffn_hidden_size": 11, "moe_num_experts": 6, "moe_top_k": 2},
+            "attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8.0},
+        },
+    ),
+    "jetmoe": Tiny(
+        "JetMoeConfig",
+        {
+            "intermediate_size": 11,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "kv_channels": 8,
+            "num_key_value_heads": 2,
         },
     ),
     "kimi_linear": Tiny(

@@ -219,6 +219,65 @@ def test_memory_just_enough_is_enough() -> None:
         plan_of(tiny_llama(), UVA, enough - 1)
 
 
+def sparse_refusal(model: ModelMap, document: dict[str, Any] | None, limit: int) -> str:
+    with pytest.raises(CapacityError) as refused:
+        plan_of(model, document, limit)
+    return refused.value.hint or ""
+
+
+def needed_by(model: ModelMap, document: dict[str, Any] | None) -> int:
+    """The device memory that `document` takes, working memory included, for which a hint leaves room."""
+    return plan_of(model, document).memory.device_bytes
+
+
+def placing(**placement: Any) -> dict[str, Any]:
+    return {"overspill": {"placement": placement}}
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v2"])
+def test_a_full_device_names_the_least_layers_of_experts_for_the_cpu(name: str, tiny: MakeTiny) -> None:
+    """The first layer of deepseek_v2 is dense, and is one of those that are counted."""
+    model = mapped(tiny(name), tokens=1)
+    for layers, written in ((3, "--n-cpu-moe 3)"), (6, "--cpu-moe)")):
+        limit = needed_by(model, placing(n_cpu_moe=layers))
+        for document in (None, placing(n_cpu_moe=2)):
+            assert f"or {written}" in sparse_refusal(model, document, limit)
+        assert written not in sparse_refusal(model, None, limit - 1)
+    assert "cpu-moe" not in sparse_refusal(model, placing(cpu_moe=True), model.trace.kv_cache_bytes)
+
+
+def test_a_dense_model_is_not_told_of_experts(large: ModelMap) -> None:
+    assert "cpu-moe" not in sparse_refusal(large, None, 3 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("stated", "smaller"),
+    [
+        ({"slots": 30}, r'"expert_stream": \{"slots": (\d+)\}'),
+        ({"slots": 30, "slot_bytes": 5000}, r'"expert_stream": \{"slots": (\d+), "slot_bytes": (\d+)\}'),
+        ({"cache_bytes": 150_000}, r"--expert-cache (\d+KiB)"),
+    ],
+)
+def test_a_cache_that_is_too_large_is_told_what_fits(stated: dict[str, int], smaller: str, tiny: MakeTiny) -> None:
+    model = mapped(tiny("qwen3_moe"), tokens=1)
+    limit = needed_by(model, {"overspill": {"expert_stream": {"slots": 25}}})
+    hint = sparse_refusal(model, {"overspill": {"expert_stream": stated}}, limit)
+    found = re.search(rf"take a smaller expert cache \({smaller}\)", hint)
+    assert found is not None, hint
+    values = [value if value.endswith("KiB") else int(value) for value in found.groups()]
+    plan = plan_of(model, {"overspill": {"expert_stream": dict(zip(stated, values, strict=True))}}, limit)
+    assert plan.slots is not None
+    assert 23 <= plan.slots.count <= 25
+
+
+def test_a_cache_of_what_the_device_has_left_is_not_told_to_shrink(tiny: MakeTiny) -> None:
+    model = mapped(tiny("qwen3_moe"), tokens=1)
+    document = {"overspill": {"expert_stream": {"enabled": True}}}
+    least = needed_by(model, {"overspill": {"expert_stream": {"slots": 1}}}) - (model.trace.working_bytes or 0)
+    assert plan_of(model, document, least).memory.expert_slots_bytes > 0
+    assert "expert cache" not in sparse_refusal(model, document, least - 1)
+
+
 # -- devices and words -------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 Key = tuple[int, int]
 """(block, expert)."""
@@ -59,6 +60,13 @@ class SlotCounts:
 
     def __sub__(self, earlier: SlotCounts) -> SlotCounts:
         return SlotCounts(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
+
+
+class Admission(NamedTuple):
+    """The slot that an expert got, and the one that had to go for it."""
+
+    slot: int
+    evicted: Key | None
 
 
 class ExpertSlots:
@@ -110,12 +118,13 @@ class ExpertSlots:
             self.counts.prefetch_used += 1
         return True
 
-    def admit(self, key: Key, keep: Collection[Key], *, only_if_better: bool = False) -> int | None:
+    def admit(self, key: Key, keep: Collection[Key], *, only_if_better: bool = False) -> Admission | None:
         """A slot for `key`, which is in none; what it held is evicted. None where every slot holds one of `keep`.
 
         With `only_if_better` also None where whatever would have to go has the higher score.
         """
         assert key not in self._slot_of, f"{key} is in a slot already"
+        victim = None
         if self._free:
             slot = self._free.pop()
         else:
@@ -132,15 +141,15 @@ class ExpertSlots:
                 self.counts.prefetch_wasted += 1
         self._slot_of[key] = slot
         self._push(key)
-        return slot
+        return Admission(slot, victim)
 
-    def prefetch(self, key: Key, keep: Collection[Key]) -> int | None:
+    def prefetch(self, key: Key, keep: Collection[Key]) -> Admission | None:
         """`admit`, for an expert that nobody asked for yet."""
-        slot = self.admit(key, keep)
-        if slot is not None:
+        admission = self.admit(key, keep)
+        if admission is not None:
             self._unused.add(key)
             self.counts.prefetched += 1
-        return slot
+        return admission
 
     def forget(self, key: Key) -> None:
         """What should have come into `key`'s slot did not; the slot is free again."""

@@ -30,8 +30,8 @@ class Fetch(ABC):
         """Hold back what the device computes next until the expert is there. Raises what reading raised."""
 
     @abstractmethod
-    def settle(self) -> None:
-        """Return when nothing is written any more, whether the expert came or not."""
+    def settle(self) -> bool:
+        """Return when nothing is written any more: whether the expert came."""
 
 
 class ExpertSource(ABC):
@@ -67,9 +67,10 @@ class _Transfers(Fetch):
         for transfer in self._transfers:
             transfer.wait()
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         for transfer in self._transfers:
             transfer.join()
+        return True
 
 
 class DiskSource(ExpertSource):
@@ -136,10 +137,12 @@ class _Read(Fetch):
         for transfer in self._read.result():
             transfer.wait()
 
-    def settle(self) -> None:
-        if self._read.exception() is None:
-            for transfer in self._read.result():
-                transfer.join()
+    def settle(self) -> bool:
+        if self._read.exception() is not None:
+            return False
+        for transfer in self._read.result():
+            transfer.join()
+        return True
 
 
 def _end(threads: ThreadPoolExecutor, reader: FileReader) -> None:

@@ -25,7 +25,7 @@ from overspill.machine.device import Device
 from overspill.model.experts import ExpertBlock
 from overspill.model.hf_experts import original_forward, weights_from
 from overspill.offload.expert_costs import ExpertCosts, split
-from overspill.offload.expert_slots import ExpertSlots, Key, SlotCounts
+from overspill.offload.expert_slots import Admission, ExpertSlots, Key, SlotCounts
 from overspill.offload.expert_sources import ExpertSource, Fetch, Parts
 from overspill.offload.in_place import BlockUse, CpuSide
 from overspill.plan import Access
@@ -95,15 +95,22 @@ class ExpertStream:
 
     def admit(self, key: Key, keep: set[Key], *, only_if_better: bool = False) -> bool:
         """Bring an expert into the cache, if there is a slot for it."""
-        room = self.cache.admit(key, keep, only_if_better=only_if_better)
-        if room is not None:
-            self._arriving[key] = self.bring(key, room)
-        return room is not None
+        admission = self.cache.admit(key, keep, only_if_better=only_if_better)
+        if admission is not None:
+            self._begin(key, admission)
+        return admission is not None
 
     def prefetch(self, keys: Sequence[Key], keep: set[Key]) -> None:
         for key in keys:
-            if key not in self.cache and (room := self.cache.prefetch(key, keep)) is not None:
-                self._arriving[key] = self.bring(key, room)
+            if key not in self.cache and (admission := self.cache.prefetch(key, keep)) is not None:
+                self._begin(key, admission)
+
+    def _begin(self, key: Key, admission: Admission) -> None:
+        """Bring an expert into its slot, once nothing else is on its way there."""
+        earlier = None if admission.evicted is None else self._arriving.pop(admission.evicted, None)
+        if earlier is not None:
+            earlier.settle()
+        self._arriving[key] = self.bring(key, admission.slot)
 
     def arrived(self, key: Key) -> None:
         """Wait for an expert that is in a slot."""
@@ -114,7 +121,15 @@ class ExpertStream:
             self.wait(fetch)
         except CheckpointError:
             self.cache.forget(key)
+            self._forget_failed()
             raise
+
+    def _forget_failed(self) -> None:
+        """After a read that failed: what failed beside it is not to fail a later pass."""
+        for key, fetch in list(self._arriving.items()):
+            if not fetch.settle():
+                del self._arriving[key]
+                self.cache.forget(key)
 
     def wait(self, fetch: Fetch) -> None:
         begun = time.perf_counter()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
 from overspill.config import GIB, OffloadConfig, Settings, format_bytes
-from overspill.errors import CapacityError, ConfigError
+from overspill.errors import CapacityError, ConfigError, UnsupportedModelError
+from overspill.model.experts import expert_blocks
 from overspill.plan.placement import MemoryForecast, Plan
-from overspill.plan.tiers import Tier
+from overspill.plan.tiers import Access, Tier
 
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _SHORTER = "fewer or shorter sequences (--max-num-seqs, --max-model-len)"
 
 Forecast = Callable[[OffloadConfig], MemoryForecast]
@@ -47,23 +50,19 @@ def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: 
     named = f"; the largest weight is {largest.full}, {format_bytes(largest.nbytes)}" if largest is not None else ""
     relief = _SHORTER if with_cache else 'a larger "overspill.device_fit.weight_budget_bytes"'
     working_bytes = memory.working_bytes or 0 if with_cache else 0  # what is advised leaves room for it
-    settled = None
-    if not unified:
-        settled = next(
-            (
-                written
-                for written, offload in _larger_offloads(plan, settings.offload, needed + working_bytes - limit)
-                if _fits(forecast, offload, with_cache, limit - working_bytes)
-            ),
-            None,
-        )
+    missing = needed + working_bytes - limit
+
+    def fits(offload: OffloadConfig) -> bool:
+        return _fits(forecast, offload, with_cache, limit - working_bytes)
+
+    ways_out = [] if unified else list(_ways_out(plan, settings.offload, missing, fits))
     raise CapacityError(
         f"{plan.device_name}: {what} need {format_bytes(needed)} of device memory "
         f"(weights {format_bytes(memory.weights_bytes)}, {told}, "
         f"KV cache {format_bytes(memory.kv_cache_bytes or 0)} for {plan.kv_cache_for}"
         f"{named}), the limit is {format_bytes(limit)}",
-        hint=f"offload {format_bytes(needed + working_bytes - limit)} more ({settled}), or allow {relief}"
-        if settled is not None
+        hint=", or ".join([*ways_out, f"allow {relief}"])
+        if ways_out
         else f"moving weights alone is not enough here: allow {relief}, or more device memory",
     )
 
@@ -87,20 +86,76 @@ def _needed(memory: MemoryForecast, with_cache: bool) -> int:
 def _fits(forecast: Forecast, offload: OffloadConfig, with_cache: bool, limit: int) -> bool:
     try:
         return _needed(forecast(offload), with_cache) <= limit
-    except ConfigError:
+    except (ConfigError, UnsupportedModelError):
         return False
 
 
+# -- ways out ----------------------------------------------------------------------------------------------------------
+
+_Fits = Callable[[OffloadConfig], bool]
+
+
+def _ways_out(plan: Plan, offload: OffloadConfig, missing: int, fits: _Fits) -> Iterator[str]:
+    """What would free the `missing` bytes, as settings that fit are written on the command line."""
+    larger = next((written for written, found in _larger_offloads(plan, offload, missing) if fits(found)), None)
+    if more := [written for written in (larger, _more_on_cpu(plan, offload, fits)) if written is not None]:
+        yield f"offload {format_bytes(missing)} more ({', or '.join(more)})"
+    if (smaller := _smaller_cache(plan, offload, missing, fits)) is not None:
+        yield f"take a smaller expert cache ({smaller})"
+
+
 def _larger_offloads(plan: Plan, offload: OffloadConfig, missing: int) -> Iterator[tuple[str, OffloadConfig]]:
-    """Settings that offload more, the least first, each with how the command line writes it."""
+    """Settings of a backend that offload more, the least first, each with how the command line writes it."""
     if plan.backend == "prefetch":
         prefetch = offload.prefetch
         for size in range(prefetch.offload_group_size - 1, prefetch.offload_num_in_group - 1, -1):
             larger = prefetch.model_copy(update={"offload_group_size": size})
             yield f"--offload-group-size {size}", offload.model_copy(update={"prefetch": larger})
         return
-    hundredths = math.ceil((plan.offloaded_bytes + missing) / GIB * 100)
+    moved = plan.bytes_by_access()
+    hundredths = math.ceil((moved[Access.ZERO_COPY] + moved[Access.PREFETCH] + missing) / GIB * 100)
     everything = math.ceil(plan.model.nbytes / GIB * 100)
     for budget in dict.fromkeys((hundredths, everything)):  # a larger pool may take what a tight budget frees
         larger_uva = offload.uva.model_copy(update={"cpu_offload_gb": budget / 100})
         yield f"--cpu-offload-gb {budget / 100:.2f}", offload.model_copy(update={"uva": larger_uva})
+
+
+def _more_on_cpu(plan: Plan, offload: OffloadConfig, fits: _Fits) -> str | None:
+    """The least layers whose routed experts would have to be computed on the CPU; None where that is no help."""
+    extension = offload.extension
+    blocks = expert_blocks(plan.model)
+    if not blocks or extension.placement.cpu_moe:
+        return None
+
+    def with_layers(count: int) -> OffloadConfig:
+        placement = extension.placement.model_copy(update={"n_cpu_moe": count})
+        return offload.model_copy(update={"overspill": extension.model_copy(update={"placement": placement})})
+
+    # Where experts stream, the last layer with some is left to them.
+    layers = blocks[-1].layer + (0 if extension.expert_stream.on else 1)
+    counts = range(max(blocks[0].layer, extension.placement.n_cpu_moe or 0) + 1, layers + 1)
+    found = bisect_left(counts, True, key=lambda count: fits(with_layers(count)))
+    if found == len(counts):
+        return None
+    return "--cpu-moe" if counts[found] == blocks[-1].layer + 1 else f"--n-cpu-moe {counts[found]}"
+
+
+def _smaller_cache(plan: Plan, offload: OffloadConfig, missing: int, fits: _Fits) -> str | None:
+    """The most that the expert cache may take, where it was stated, written as it was stated."""
+    extension, slots = offload.extension, plan.slots
+    stream = extension.expert_stream
+    if slots is None or (stream.slots is None and stream.cache_bytes is None):
+        return None
+    count = slots.count - math.ceil(missing / slots.slot_bytes)
+    if count < 1:
+        return None
+    nbytes = count * slots.slot_bytes
+    if stream.slots is not None:
+        smaller = {"slots": count} if stream.slot_bytes is None else {"slots": count, "slot_bytes": slots.slot_bytes}
+        written = '"expert_stream": {' + ", ".join(f'"{name}": {value}' for name, value in smaller.items()) + "}"
+    else:
+        unit, name = next((unit, name) for unit, name in _UNITS if nbytes >= 100 * unit or unit == 1)
+        smaller = {"cache_bytes": nbytes // unit * unit}
+        written = f"--expert-cache {nbytes // unit}{name}"
+    changed = extension.model_copy(update={"expert_stream": stream.model_copy(update=smaller)})
+    return written if fits(offload.model_copy(update={"overspill": changed})) else None

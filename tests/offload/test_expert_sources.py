@@ -1,0 +1,90 @@
+"""Experts from their files: which runs of bytes, and what arrives."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emulated_runs import emulated, mapped
+from overspill.checkpoint import Extent
+from overspill.errors import CheckpointError
+from overspill.model.experts import expert_blocks
+from overspill.model.sources import Extents
+from overspill.offload.expert_sources import DiskSource, extents_of
+from overspill.offload.loader import fill
+from overspill.plan.slots import Slots
+from overspill.plan.staging import READ_BUFFERS
+from overspill.plan.tiers import Tier
+from tiny_models import TINY, MakeTiny
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 9), st.integers(0, 3)), min_size=1), st.integers(1, 6))
+def test_an_experts_runs_are_its_bytes_in_order(pieces: list[tuple[int, int, int]], experts: int) -> None:
+    """A parameter of any extents, gaps between them or none: the runs of each expert are a part of it, merged."""
+    extents, at, offsets = [], 0, [0, 0]
+    for file, length, gap in pieces:
+        offsets[file] += gap
+        extents.append(Extent(Path(str(file)), offsets[file], length * experts, at))
+        offsets[file] += length * experts
+        at += length * experts
+    byte_of = [(e.file, e.offset + i) for e in extents for i in range(e.length)]
+    nbytes = at // experts
+    for expert in range(experts):
+        runs = extents_of(Extents(tuple(extents), torch.uint8), expert, nbytes)
+        read = {run.at + i: (run.file, run.offset + i) for run in runs for i in range(run.length)}
+        assert [read[i] for i in range(nbytes)] == byte_of[expert * nbytes : (expert + 1) * nbytes]
+        assert sum(run.length for run in runs) == nbytes
+        for first, second in pairwise(runs):
+            assert (first.file, first.offset + first.length) != (second.file, second.offset), "one read per run"
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral_fused"])
+def test_many_experts_at_once_arrive_as_they_lie_in_the_files(name: str, tiny: MakeTiny) -> None:
+    """More than there are buffers to read into, so that these are used again."""
+    device = emulated()
+    model = mapped(tiny(name))
+    block = expert_blocks(model)[2]
+    whole = {weight.full: torch.empty(weight.shape, dtype=weight.dtype) for weight in block.weights.values()}
+    fill(whole, model, device)
+    slots = Slots((block,), block.experts, "fetch", Tier.DISK)
+    staging = device.allocate_host(READ_BUFFERS * slots.slot_bytes, pinned=False).data
+    source = DiskSource(device, staging, slots.slot_bytes)
+    rounds = [expert for _ in range(3) for expert in range(block.experts)]
+    rooms = []
+    for expert in rounds:
+        room = {
+            attribute: device.allocate(weight.nbytes // block.experts, "expert_slots").data
+            for attribute, weight in block.weights.items()
+        }
+        rooms.append((expert, room, source.start(block, expert, room)))
+    for expert, room, fetch in rooms:
+        fetch.wait()
+        assert fetch.settle()
+        for attribute, weight in block.weights.items():
+            assert torch.equal(room[attribute].view(weight.dtype).view(weight.shape[1:]), whole[weight.full][expert])
+    assert source.bytes_read >= len(rounds) * block.expert_bytes
+
+
+def test_a_read_that_fails_is_told_to_the_one_who_waits(tmp_path: Path) -> None:
+    TINY["qwen3_moe"].save(tmp_path)
+    block = expert_blocks(mapped(tmp_path))[-1]
+    slots = Slots((block,), block.experts, "fetch", Tier.DISK)
+    device = emulated()
+    staging = device.allocate_host(READ_BUFFERS * slots.slot_bytes, pinned=False).data
+    source = DiskSource(device, staging, slots.slot_bytes)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(2000)
+    room = {
+        attribute: device.allocate(weight.nbytes // block.experts, "expert_slots").data
+        for attribute, weight in block.weights.items()
+    }
+    fetches = [source.start(block, 1, room) for _ in range(2 * READ_BUFFERS)]
+    for fetch in fetches:
+        with pytest.raises(CheckpointError, match=r"model\.safetensors ends at byte 2000"):
+            fetch.wait()
+        assert not fetch.settle()
