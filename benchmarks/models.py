@@ -52,16 +52,23 @@ def qwen3(layers: int, *, hidden: int = 1024, vocabulary: int = 151936) -> Qwen3
 
 
 def qwen3_moe(
-    layers: int, *, hidden: int, experts: int, intermediate: int, heads: int = 16, vocabulary: int = 32000
+    layers: int,
+    *,
+    hidden: int,
+    experts: int,
+    intermediate: int,
+    top_k: int = 4,
+    heads: int = 16,
+    vocabulary: int = 32000,
 ) -> Qwen3MoeConfig:
-    """Top-4 of `experts`; its checkpoints have a tensor for each expert."""
+    """Top-`top_k` of `experts`; its checkpoints have a tensor for each expert."""
     return Qwen3MoeConfig(
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         moe_intermediate_size=intermediate,
         num_hidden_layers=layers,
         num_experts=experts,
-        num_experts_per_tok=4,
+        num_experts_per_tok=top_k,
         num_attention_heads=heads,
         num_key_value_heads=heads // 2,
         head_dim=hidden // heads,

@@ -153,6 +153,48 @@ def test_a_live_model_answers_as_before(name: str, document: dict[str, Any], tin
     assert placed.ledger.read_bytes == 0
 
 
+OURS, GGUF = r"layers\.[45]\.mlp\.experts", r"blk\.[45]\.ffn_.*_exps"
+
+
+@pytest.mark.parametrize("pattern", [OURS, GGUF], ids=["our names", "GGUF's"])
+def test_a_live_models_experts_are_placed_and_stream(pattern: str) -> None:
+    model: Any = TINY["qwen3_moe"].model()
+    model.set_experts_implementation("eager")
+    before = logits_of(model, list(PROMPT))
+    placed = overspill.offload(
+        model,
+        {"overspill": {"expert_stream": {"slots": 8}}},
+        override_tensor=[f"{pattern}=cpu"],
+        tokens=CONTEXT,
+        device="emulated",
+        debug=True,
+    )
+    assert [block.layer for block in placed.plan.placed] == [4, 5]
+    with placed.running():
+        after = model(placed.device.to_device(torch.tensor([list(PROMPT)]))).logits
+    assert torch.equal(after.argmax(-1), before.argmax(-1))
+    assert float((after - before).square().sum() / before.square().sum()) < 1e-9
+    assert {run.use.calls for _, run in placed.experts.by_module()} == {1}
+    assert placed.experts.stream is not None
+    assert placed.experts.stream.counts.lookups > 0
+
+
+def test_a_live_models_streamed_experts_are_the_same_bits() -> None:
+    model: Any = TINY["qwen3_moe"].model()
+    model.set_experts_implementation("eager")
+    before = logits_of(model, list(PROMPT))
+    placed = overspill.offload(model, "", expert_cache="48KiB", tokens=CONTEXT, device="emulated", debug=True)
+    with placed.running():
+        after = model(placed.device.to_device(torch.tensor([list(PROMPT)]))).logits
+    assert torch.equal(after, before)
+
+
+def test_a_live_model_has_no_file_to_stream_from() -> None:
+    with pytest.raises(ConfigError, match="in memory already has no file to stream from") as refused:
+        overspill.offload(TINY["qwen3_moe"].model(), {"overspill": {"expert_stream": {"tier": "disk"}}}, device="cpu")
+    assert "overspill.load()" in (refused.value.hint or "")
+
+
 def test_a_live_model_is_not_touched_by_a_refusal() -> None:
     model: Any = TINY["llama"].model()
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +10,36 @@ from pathlib import Path
 import pytest
 from command_line import Cli
 
+from talking_model import SPECIAL, byte_tokenizer
+from tiny_models import Tiny
+
 EMULATED = ("--device", "emulated", "--max-model-len", 64)
 SHORT = (*EMULATED, "--max-tokens", 6)
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with routed experts that talks."""
+    options = {
+        "vocab_size": len(SPECIAL) + 256,
+        "intermediate_size": 45,
+        "moe_intermediate_size": 11,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 256,
+    }
+    folder = tmp_path_factory.mktemp("sparse")
+    Tiny("Qwen3MoeConfig", options).save(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def test_json_is_the_answer_with_its_proof_and_nothing_else(cli: Cli, talking: Path) -> None:
     result = cli("run", talking, *SHORT, "--cpu-offload-gb", "100KiB", "--prompt", "Grüße", "--json")
     assert result.code == 0
     answer = json.loads(result.out)
-    assert set(answer) == {"text", "finish_reason", "prompt_ids", "token_ids", "steps", "plan", "ledger"}
+    assert set(answer) == {"text", "finish_reason", "prompt_ids", "token_ids", "steps", "plan", "ledger", "experts"}
+    assert answer["experts"] is None
     assert len(answer["steps"]) == len(answer["token_ids"])
     assert set(answer["steps"][0]) == {"tokens", "seconds", "link_bytes", "stall_s"}
     assert answer["steps"][0]["tokens"] == len(answer["prompt_ids"])
@@ -128,3 +150,42 @@ def test_a_process_answers_a_pipe(talking: Path) -> None:
     assert "Model loading took" in process.stderr
     assert "Traceback" not in process.stderr
     assert "deprecated" not in process.stderr, "transformers' own warnings are not ours to show"
+
+
+STREAM_LINE = re.compile(
+    r"\[expert-stream\] steps=(\d+) hits=(\d+) misses=(\d+) evictions=(\d+) fills=(\d+) bytes=(\d+) exhausted=0"
+)
+
+
+def test_streamed_experts_are_told_once_and_add_up(cli: Cli, sparse: Path) -> None:
+    options = (sparse, *SHORT, "--prompt", "hi", "--expert-cache", "48KiB", "--n-cpu-moe", 2)
+    result = cli("run", *options, "--json")
+    assert result.code == 0, result.err
+    (line,) = [line for line in result.err.splitlines() if STREAM_LINE.fullmatch(line)]
+    found = STREAM_LINE.fullmatch(line)
+    assert found is not None
+    steps, hits, misses, evictions, fills, nbytes = map(int, found.groups())
+    answer = json.loads(result.out)
+    slots, layers = answer["experts"]["slots"], answer["experts"]["layers"]
+    assert steps == len(answer["steps"])
+    assert (hits, misses, evictions, fills, nbytes) == tuple(
+        slots[name] for name in ("hits", "misses", "evictions", "fills", "bytes")
+    )
+    assert hits + misses == slots["lookups"] > 0
+    assert fills - evictions == slots["held"] <= slots["count"]
+    assert [layer["access"] for layer in layers] == ["in_place"] * 2 + ["stream"] * 4
+    assert {layer["calls"] for layer in layers} == {steps}
+
+    told = cli("run", *options).err.splitlines()
+    assert STREAM_LINE.fullmatch(told[-1])
+    assert sum(line.startswith("[expert-stream] steps=") for line in told) == 1
+    assert told[-2].startswith(f"expert slots: hits {hits / (hits + misses):.0%} of {hits + misses}; misses ")
+    assert told[-3].startswith(f"experts on the CPU: 2 layers, {2 * steps} calls, ")
+
+
+def test_experts_on_the_cpu_alone_have_no_slots_to_tell_of(cli: Cli, sparse: Path) -> None:
+    result = cli("run", sparse, *SHORT, "--prompt", "hi", "--cpu-moe", "--json")
+    answer = json.loads(result.out)
+    assert answer["experts"]["slots"] is None
+    assert {(layer["access"], layer["calls"]) for layer in answer["experts"]["layers"]} == {("in_place", 6)}
+    assert "[expert-stream]" not in result.err

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_results import generation
 
-from overspill.compare.answers import difference, format_logit, largest_of, one_token_repeated
+from overspill.compare.answers import block_difference, difference, format_logit, largest_of, nmse, one_token_repeated
+from overspill.compare.results import OBSERVED
 
 IDS = st.lists(st.integers(0, 3), min_size=1, max_size=8)
 
@@ -59,6 +60,32 @@ def test_equal_infinities_are_equal_and_a_nan_is_not():
     other = masked.clone()
     other[0, 1] = 3.0
     assert difference(answer, masked, answer, other).largest == math.inf
+
+
+def test_nmse_is_relative_and_zero_only_for_equal_tensors():
+    reference = torch.tensor([3.0, 4.0])
+    assert nmse(reference, reference.clone()) == 0.0
+    assert nmse(torch.tensor([3.0, 4.5]), reference) == pytest.approx(0.25 / 25)
+    assert nmse(10 * torch.tensor([3.0, 4.5]), 10 * reference) == pytest.approx(0.25 / 25)
+    smallest = torch.tensor([0.0, 2.0**-149])
+    assert nmse(torch.cat([reference, smallest]), torch.cat([reference, torch.zeros(2)])) > 0.0
+    assert nmse(torch.ones(1), torch.zeros(1)) == math.inf
+    assert math.isnan(nmse(torch.tensor([math.nan]), torch.ones(1)))
+
+
+def test_a_block_is_compared_by_its_inputs_and_its_output():
+    seen = {name: torch.arange(6.0).view(2, 3) for name in OBSERVED}
+    alike = block_difference("p", seen, dict(seen))
+    assert (alike.path, alike.inputs_equal, alike.nmse) == ("p", True, 0)
+    for name in OBSERVED:
+        other = dict(seen)
+        other[name] = seen[name] + torch.eye(2, 3)
+        found = block_difference("p", seen, other)
+        assert found.inputs_equal is (name == OBSERVED[-1])
+        assert (found.nmse > 0) is (name == OBSERVED[-1])
+    cut = block_difference("p", seen, {name: tensor[:1] for name, tensor in seen.items()})
+    assert not cut.inputs_equal
+    assert math.isnan(cut.nmse)
 
 
 def test_nan_is_the_largest_of_all():

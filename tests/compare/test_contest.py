@@ -68,6 +68,44 @@ def test_prefetch_passes_every_verdict(tiny, tmp_path):
 
 
 @pytest.mark.usefixtures("one_thread")
+def test_experts_on_the_cpu_and_from_disk_pass_within_the_bound(tiny, tmp_path):
+    report = compare(
+        tiny("qwen3_moe"),
+        candidate={"overspill": {"expert_stream": {"slots": 8, "tier": "disk"}}},
+        prompts=PROMPTS,
+        max_tokens=5,
+        repeat=1,
+        output_dir=tmp_path,
+        device="emulated",
+        debug=True,
+        n_cpu_moe=2,
+    )
+    assert [v.outcome for v in report.verdicts] == [Outcome.PASS] * 3 + [Outcome.NOT_JUDGED]
+    assert report.verdicts[2].headline.startswith("NMSE ") or report.verdicts[2].headline == "same bits"
+    assert "model.layers.0.mlp.experts, was given the same bits" in report.verdicts[2].reason
+    page = report.files[1].read_text()
+    assert "Routed experts" in page
+    assert "disk, stream: " in page
+    assert "host, in-place: " in page
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_same_experts_from_another_tier_are_the_same_bits(tiny):
+    report = compare(
+        tiny("qwen3_moe"),
+        {"overspill": {"expert_stream": {"slots": 8}}},
+        {"overspill": {"expert_stream": {"slots": 12, "tier": "disk"}}},
+        prompts=PROMPTS,
+        max_tokens=5,
+        repeat=1,
+        device="emulated",
+        debug=True,
+    )
+    assert [v.outcome for v in report.verdicts] == [Outcome.PASS] * 3 + [Outcome.NOT_JUDGED]
+    assert report.verdicts[2].headline == "identical"
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_candidate_with_another_weight_fails_same_answer_and_nothing_else(tiny, tmp_path):
     contest = make_contest(
         tiny("qwen3_moe"),

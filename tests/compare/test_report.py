@@ -7,13 +7,14 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
-from made_results import EQUAL, LAYERS, MIB, evidence, generation, run
+from made_results import EQUAL, LAYERS, MIB, evidence, generation, placed, run, streamed
 from rich.console import Console
 
 from overspill.compare.answers import AnswerDifference
 from overspill.compare.drawing import layer_rows, step_chart
 from overspill.compare.page import render_page
 from overspill.compare.report import SCHEMA, Report, SideReport, conditions
+from overspill.compare.results import Allocation
 from overspill.compare.tables import memory_rows
 from overspill.compare.terminal import render_terminal
 from overspill.compare.verdicts import Evidence, judge
@@ -43,10 +44,14 @@ def shown(report: Report) -> str:
 
 
 MISSING = evidence(baseline=(), baseline_differences=(), baseline_missing="the baseline does not fit: too large")
-BROKEN = evidence(candidate_differences=((AnswerDifference(1, 2, math.nan, 1),), (EQUAL,)))
+BROKEN = evidence(candidate_differences=((AnswerDifference(1, 2, math.nan, 1, math.nan),), (EQUAL,)))
 
 
-@pytest.mark.parametrize("found", [evidence(), evidence("prefetch"), MISSING, BROKEN])
+PLACED = evidence(baseline=(streamed(),) * 2, candidate=(placed(),) * 2)
+STREAMED = evidence(candidate=(streamed(),) * 2)
+
+
+@pytest.mark.parametrize("found", [evidence(), evidence("prefetch"), MISSING, BROKEN, PLACED, STREAMED])
 def test_json_and_page_hold_every_verdict_and_its_grounds(found, tmp_path):
     report = report_of(found).write(tmp_path / "made" / "here")
     assert [path.name for path in report.files] == ["report.json", "report.html"]
@@ -86,7 +91,7 @@ def test_what_others_wrote_is_shown_and_not_run():
 
 def test_tokens_that_differ_are_marked():
     other = run("zero_copy", generations=(generation(ids=(11, 99, 13)),))
-    apart = ((AnswerDifference(1, 2, 0.5, 1),),) * 2
+    apart = ((AnswerDifference(1, 2, 0.5, 1, 0.1),),) * 2
     page = render_page(report_of(evidence(candidate=(other,) * 2, candidate_differences=apart)))
     assert "<mark>99</mark>" in page
     assert "<mark>12</mark>" in page
@@ -125,6 +130,36 @@ def test_memory_is_told_as_forecast_asked_allocated_and_measured():
     assert rows["device, in all"].error == pytest.approx(0.0)
     assert rows["host"].measured is None
     assert "buffer pool" not in {row.purpose for row in memory_rows([run("zero_copy")])}
+
+
+def test_routed_experts_are_told_on_the_page_and_in_the_terminal():
+    report = report_of(PLACED)
+    page, text = render_page(report), shown(report)
+    for told in ("62.5% of 16", "4, 2, 0", "4: 2, 0", "10.00 MiB", "12, 20.00 MiB"):
+        assert told in page, told
+        assert told in text, told
+    assert '<i class="in_place"' in page
+    assert re.search(r"host, in-place\s+2\s+20\.00 MiB", text)
+    assert "Routed experts" in page
+    assert "Routed experts" not in render_page(report_of(evidence()))
+
+
+def test_expert_slots_and_staging_have_rows_of_memory():
+    made = streamed()
+    plan = replace(made.plan, staging_bytes=3 * MIB)
+    staging = Allocation("staging", "host", 3 * MIB, 3 * MIB, False)
+    rows = {row.purpose: row for row in memory_rows([replace(made, plan=plan, blocks=(*made.blocks, staging))])}
+    slots = rows["expert slots"]
+    assert (slots.forecast, slots.asked, slots.allocated, slots.measured) == (5 * MIB,) * 4
+    assert rows["staging"].forecast == rows["staging"].allocated == 3 * MIB
+    assert {"expert slots", "staging"}.isdisjoint(row.purpose for row in memory_rows([run("zero_copy")]))
+
+
+def test_answers_that_differ_are_no_failure_where_other_kernels_compute():
+    other = AnswerDifference(1, 2, 0.5, 1, 1e-3)
+    for found, badge in ((PLACED, "open"), (STREAMED, "fail")):
+        page = render_page(report_of(replace(found, candidate_differences=((other,),) * 2)))
+        assert f'<span class="badge {badge}">token 2 differs' in page
 
 
 @pytest.mark.parametrize("found", [evidence(), MISSING])

@@ -84,6 +84,26 @@ def test_a_candidate_that_does_not_fit_is_refused(tiny):
         contest(tiny("llama"), options={"device": "emulated", "device_memory_bytes": 100_000})
 
 
+def test_a_placement_that_has_nothing_to_do_is_refused_with_the_reason(tiny):
+    with pytest.raises(ConfigError, match=r"moves nothing.*resolves to the engine's own device \(cpu\)") as refused:
+        contest(tiny("qwen3_moe"), candidate=None, options={"device": "cpu", "cpu_moe": True})
+    assert "--device emulated" in (refused.value.hint or "")
+
+
+def test_both_sides_observe_the_first_experts_that_either_may_compute_otherwise(tiny):
+    def observed(baseline: Any, candidate: Any) -> set[str | None]:
+        made = contest(tiny("deepseek_v2"), baseline, candidate)
+        assert made.baseline is not None
+        return {made.baseline.job.observe, made.candidate.job.observe}
+
+    placed = {"overspill": {"placement": {"overrides": [{"pattern": r"blk\.[34]\.ffn_.*_exps", "device": "cpu"}]}}}
+    assert observed(None, placed) == {"model.layers.3.mlp.experts"}
+    assert observed(placed, {"overspill": {"expert_stream": {"slots": 4, "policy": "cpu"}}}) == {
+        "model.layers.1.mlp.experts"
+    }
+    assert observed(None, {"overspill": {"expert_stream": {"slots": 4}}}) == {None}
+
+
 def test_a_text_needs_a_tokenizer(tiny):
     with pytest.raises(ConfigError, match="no tokenizer"):
         contest(tiny("llama"), prompts=("hello",))

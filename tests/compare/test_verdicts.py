@@ -163,7 +163,7 @@ def test_a_cache_larger_than_its_forecast_counts_though_it_was_not_filled():
 
 
 def apart(largest: float, *, first: int | None = None) -> AnswerDifference:
-    return AnswerDifference(first, 3, largest, 1)
+    return AnswerDifference(first, 3, largest, 1, largest)
 
 
 def test_another_token_fails_and_says_where():

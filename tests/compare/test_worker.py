@@ -3,22 +3,32 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overspill.compare.answers import difference
-from overspill.compare.results import Job, RunResult, from_json, to_json
+from overspill.compare.answers import block_difference, difference
+from overspill.compare.results import OBSERVED, Job, RunResult, from_json, to_json
 from overspill.compare.verdicts import Evidence, Outcome, judge
 from overspill.compare.worker import measure
 
 PROMPTS = ((5, 17, 99, 3), (64, 21, 120, 7, 40, 11))
 
 
-def job(folder, document=None, **engine) -> Job:
+FIRST_EXPERTS = "model.layers.0.mlp.experts"
+
+
+def job(folder, document=None, *, observe=None, **engine) -> Job:
     settings = {"device": "emulated", "debug": True, "max_model_len": 12, **engine}
-    return Job(str(folder), document or {}, settings, PROMPTS, 6, "")
+    return Job(str(folder), document or {}, settings, PROMPTS, 6, "", observe)
+
+
+def streaming(**stream):
+    return {"overspill": {"expert_stream": stream}}
 
 
 @pytest.fixture(scope="module")
 def resident(tiny):
-    return {name: measure(job(tiny(name))) for name in ("llama", "qwen3_moe")}
+    return {
+        "llama": measure(job(tiny("llama"))),
+        "qwen3_moe": measure(job(tiny("qwen3_moe"), observe=FIRST_EXPERTS)),
+    }
 
 
 def test_what_is_measured_agrees_with_itself(resident):
@@ -51,22 +61,64 @@ def padding(result: RunResult) -> int:
         ("llama", {"uva": {"cpu_offload_gb": 3e-5}}),
         ("qwen3_moe", {"uva": {"cpu_offload_gb": 5e-5}}),
         ("qwen3_moe", {"prefetch": {"offload_group_size": 2, "offload_prefetch_step": 2}}),
+        ("qwen3_moe", {"overspill": {"placement": {"cpu_moe": True}}}),
+        ("qwen3_moe", {"uva": {"cpu_offload_gb": 3e-5}, "overspill": {"placement": {"n_cpu_moe": 2}}}),
+        ("qwen3_moe", streaming(slots=8)),
+        ("qwen3_moe", streaming(slots=30)),
+        ("qwen3_moe", {"prefetch": {"offload_group_size": 2}, **streaming(slots=8)}),
+        ("qwen3_moe", streaming(slots=8, policy="cpu")),
+        ("qwen3_moe", streaming(slots=8, policy="auto")),
+        ("qwen3_moe", streaming(slots=8, tier="disk")),
     ],
 )
 def test_every_verdict_passes(tiny, resident, model, document):
     baseline, reference = resident[model]
-    candidate, logits = measure(job(tiny(model), document))
+    candidate, logits = measure(job(tiny(model), document, observe=FIRST_EXPERTS if model == "qwen3_moe" else None))
     apart = tuple(
         difference(a, reference[str(i)], b, logits[str(i)])
         for i, (a, b) in enumerate(zip(baseline.generations, candidate.generations, strict=True))
     )
-    verdicts = judge(Evidence((baseline,), (candidate,), (), (apart,)), max_slowdown=1000)
+    blocks = (block_difference(FIRST_EXPERTS, reference, logits),) if model == "qwen3_moe" else ()
+    found = Evidence((baseline,), (candidate,), (), (apart,), candidate_blocks=blocks)
+    verdicts = judge(found, max_slowdown=1000)
     assert {v.name: v.outcome for v in verdicts} == dict.fromkeys((v.name for v in verdicts), Outcome.PASS), verdicts
+    by_cpu = candidate.plan.placed or candidate.plan.policy in ("cpu", "auto")
+    assert (verdicts[2].headline == "identical") is not bool(by_cpu)
+    assert bool(candidate.experts) is bool(candidate.plan.placed or candidate.plan.streamed)
     assert [c.outcome for v in verdicts[:3] for c in v.checks].count(Outcome.FAIL) == 0
     moved = verdicts[0]
     assert any("over the link" in check.text for check in moved.checks)
 
 
-def test_a_result_survives_its_journey(resident):
-    result, _ = resident["qwen3_moe"]
+def test_what_streams_from_disk_is_read_where_the_cpu_computes(tiny):
+    baseline, reference = measure(job(tiny("qwen3_moe"), device="cpu"))
+    candidate, logits = measure(job(tiny("qwen3_moe"), streaming(slots=8, tier="disk"), device="cpu"))
+    apart = tuple(
+        difference(a, reference[str(i)], b, logits[str(i)])
+        for i, (a, b) in enumerate(zip(baseline.generations, candidate.generations, strict=True))
+    )
+    moved, memory, answer, _ = judge(Evidence((baseline,), (candidate,), (), (apart,)))
+    assert [v.outcome for v in (moved, memory, answer)] == [Outcome.PASS] * 3
+    assert "on disk" in moved.reason
+    assert candidate.slot_counts is not None
+    read_bytes = sum(generation.read_bytes for generation in candidate.generations)
+    assert read_bytes >= candidate.slot_counts.bytes > 0
+    assert sum(generation.link_bytes for generation in candidate.generations) == 0
+
+
+def test_what_is_observed_is_the_first_prompts_pass_as_it_is(resident):
+    _, logits = resident["qwen3_moe"]
+    hidden, index, weights, output = (logits[name] for name in OBSERVED)
+    assert hidden.shape == output.shape == (len(PROMPTS[0]), 35)
+    assert index.shape == weights.shape == (len(PROMPTS[0]), 2)
+    assert not index.is_floating_point()
+    assert output.abs().max() > 0
+
+
+def test_a_result_survives_its_journey(tiny):
+    document = {"overspill": {"placement": {"n_cpu_moe": 2}, "expert_stream": {"slots": 8}}}
+    result, _ = measure(job(tiny("qwen3_moe"), document))
+    assert {use.access for use in result.experts} == {"in_place", "stream"}
+    assert result.slots is not None
+    assert result.generations[0].slots is not None
     assert from_json(RunResult, to_json(result)) == result

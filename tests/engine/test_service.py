@@ -22,7 +22,8 @@ from overspill.engine.requests import (
     RequestParams,
 )
 from overspill.engine.service import FAILED_STEPS, EngineService
-from overspill.errors import ConfigError, LinkDefect
+from overspill.errors import ConfigError, LinkDefect, PlacementDefect
+from overspill.offload.in_place import InPlaceExperts
 from tiny_models import VOCABULARY, MakeTiny
 
 PATIENCE_S = 60.0
@@ -285,3 +286,58 @@ def test_sampled_requests_do_not_hang_on_their_neighbours(service: EngineService
 
     alone = sampled()
     assert sampled(Asked([9] * 9, 10, temperature=3.0, seed=11), Asked([4], 3)) == alone
+
+
+@pytest.fixture
+def experts(tiny: MakeTiny) -> Engine:
+    """Layers 0 and 1 have their experts on the CPU, those of the others stream through four slots."""
+    stream = {"expert_stream": {"slots": 4}, "placement": {"n_cpu_moe": 2}}
+    return engine_of(tiny("qwen3_moe"), {"overspill": stream})
+
+
+def test_a_snapshot_of_experts_is_of_whole_passes_and_stays_as_it_was(experts: Engine) -> None:
+    service = EngineService(experts, max_num_seqs=2, max_waiting=6, max_batch_tokens=24)
+    before = service.stats().experts
+    assert before is not None
+    service.start()
+    told = []
+    service.add_step_listener(lambda seconds, tokens, ended: told.append(service.stats().experts))
+    asked = [Asked([1, 2, 3], 4), Asked([7] * 9, 2)]
+    submit(service, *asked)
+    assert service.drain(PATIENCE_S)
+    after, stats = service.stats().experts, service.stats()
+    assert after is not None
+    assert [*before.placed] == [*after.placed] == [0, 1]
+    for layer, use in after.placed.items():
+        assert use.calls - before.placed[layer].calls == stats.steps == len(told)
+        assert use.tokens - before.placed[layer].tokens == 3 + 9 + 4 + 2 - 2
+    for one in (before, *told):
+        assert one is not None
+        assert one.counts is not None
+        assert one.counts.fills - one.counts.evictions == one.slots - one.slots_free <= one.slots == 4
+    assert before.counts is not None
+    assert after.counts is not None
+    assert before.counts.lookups < after.counts.lookups
+    stream = experts.placed.experts.stream
+    assert stream is not None
+    assert after.counts == stream.counts is not after.counts
+    stream.cache.check()
+
+
+def test_experts_that_no_pass_ran_are_a_defect(experts: Engine) -> None:
+    runs = experts.placed.experts
+    used = runs.in_place[0]
+    runs.in_place += (InPlaceExperts(used.block, used._side, used._kernel, None),)  # nothing calls it
+    with pytest.raises(PlacementDefect, match=r"1 layers .*layers\.0\.mlp\.experts"):
+        experts.generate([5], SamplingParams(max_tokens=2), ignore_eos=True)
+    service = EngineService(experts, max_num_seqs=1, max_waiting=6, max_batch_tokens=24)
+    asked = Asked([5], 4)
+    submit(service, asked)
+    service.start()
+    assert asked.reason() is FinishReason.ERROR
+    service.drain(PATIENCE_S)
+    assert "PlacementDefect" in (service.failure or "")
+
+
+def test_without_such_experts_there_are_no_statistics_of_them(service: EngineService) -> None:
+    assert service.stats().experts is None

@@ -228,6 +228,30 @@ def test_a_transfer_starts_after_what_was_told_and_runs_beside_what_is_told_next
 
 
 @needs_gpu
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
+def test_a_download_brings_what_was_computed_before_it(device: CudaDevice, pinned: bool) -> None:
+    source = device.allocate(8 * MIB, "weights").data
+    host = device.allocate_host(8 * MIB, pinned=pinned).data
+    for value in range(1, 6):
+        torch.cuda._sleep(A_WHILE // 10)
+        source.fill_(value)
+        device.download(host, source).join()
+        assert int(host.min()) == int(host.max()) == value
+    assert device.traffic.returned_bytes == 5 * 8 * MIB
+    assert device.traffic.bytes == 0
+
+
+@needs_gpu
+def test_a_joined_transfer_has_read_its_source(device: CudaDevice) -> None:
+    source = random_host(device, 64 * MIB)
+    expected = source.clone()
+    target = device.allocate(64 * MIB, "buffer_pool").data
+    device.transfer(target, source).join()
+    source.zero_()
+    assert torch.equal(target.cpu(), expected)
+
+
+@needs_gpu
 def test_memory_dropped_in_mid_copy_is_not_given_to_others(device: CudaDevice) -> None:
     source = random_host(device, 64 * MIB).fill_(0xFF)
     block = device.allocate(64 * MIB, "buffer_pool")

@@ -19,8 +19,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from emulated_runs import forward, placed, planned
 from overspill.checkpoint import Checkpoint, Encoding, Extent, TensorRecord, open_checkpoint
-from overspill.errors import CheckpointError, UnsupportedModelError
+from overspill.errors import CheckpointError, ConfigError, UnsupportedModelError
 from overspill.model import gguf_blocks, hf_gguf
 from overspill.model.gguf import (
     config_from_gguf,
@@ -840,3 +841,36 @@ def test_a_type_that_nobody_decodes_is_refused_by_name(name: str) -> None:
     record = record_of(name, (256,), block)
     with pytest.raises(UnsupportedModelError, match=f"'t'.*{name}"):
         dequantize(np.zeros(record.nbytes, np.uint8), record)
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])
+def test_routed_experts_of_a_file_are_placed_by_its_own_names_and_streamed(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    tensors = file_tensors(case, tiny_model(case))
+    path = tmp_path / "m.gguf"
+    write_gguf(path, case.architecture, case.fields, tensors, ggml_type=GGMLQuantizationType.Q8_0)
+    ids = (5, 3, 9, 1, 7)
+    resident, _, _ = forward(placed(path), ids)
+    overrides = [{"pattern": r"blk\.1\.ffn_(gate|up|down)_exps\.weight", "device": "CPU"}]
+    model = placed(path, {"overspill": {"placement": {"overrides": overrides}, "expert_stream": {"slots": 3}}})
+    assert [block.layer for block in model.plan.placed] == [1]
+    torch.testing.assert_close(forward(model, ids)[0], resident, rtol=0, atol=1e-4)
+    model.experts.prove_used()
+    streamed = placed(path, {"overspill": {"expert_stream": {"slots": 3}}})
+    assert torch.equal(forward(streamed, ids)[0], resident)
+    with pytest.raises(ConfigError, match="is transformed while loading"):
+        planned(path, {"overspill": {"expert_stream": {"slots": 3, "tier": "disk"}}})
+
+
+def test_experts_that_lie_in_a_file_as_they_are_computed_with_stream_from_it(tmp_path: Path) -> None:
+    case = CASES["qwen3moe"]
+    tensors = file_tensors(case, tiny_model(case))
+    for layer in range(LAYERS):
+        halves = [tensors.pop(f"blk.{layer}.ffn_{which}_exps.weight") for which in ("gate", "up")]
+        tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = torch.cat(halves, dim=1)
+    path = tmp_path / "m.gguf"
+    write_gguf(path, case.architecture, case.fields, tensors)
+    ids = (5, 3, 9, 1, 7)
+    resident, _, _ = forward(placed(path), ids)
+    streamed = placed(path, {"overspill": {"expert_stream": {"slots": 3, "tier": "disk"}}})
+    assert torch.equal(forward(streamed, ids)[0], resident)

@@ -167,8 +167,7 @@ class StreamedExperts:
         stream, number = self.stream, self.number
         if number == 0:
             stream.cache.next_pass()
-        chosen = Counter(e for e in index.flatten().tolist() if 0 <= e < self.block.experts)
-        guessed = self._guess(hidden) if self._guess is not None and self._is_step(chosen) else []
+        chosen, guessed = self._choices(hidden, index)
         keys = {expert: (number, expert) for expert in sorted(chosen)}
         missed = [expert for expert, key in keys.items() if not stream.cache.use(key)]
         keep = set(keys.values())
@@ -191,6 +190,16 @@ class StreamedExperts:
         coming = [(number + 1, expert) for expert in guessed]
         stream.prefetch(coming, keep | set(coming))
         return result
+
+    def _choices(self, hidden: torch.Tensor, index: torch.Tensor) -> tuple[Counter[int], list[int]]:
+        """How many tokens chose each expert, and what the next block will probably choose; the device is asked once."""
+        asked = index.flatten()
+        chosen = asked.numel()
+        if self._guess is not None and 2 * chosen <= min(self.block.experts, self.stream.slots.count):
+            asked = torch.cat((asked, self._guess(hidden)))
+        told = asked.tolist()
+        found = Counter(expert for expert in told[:chosen] if 0 <= expert < self.block.experts)
+        return found, sorted(set(told[chosen:]))
 
     def _is_step(self, chosen: Counter[int]) -> bool:
         """Whether what was chosen is few enough to be kept; more would push out what other blocks have."""
@@ -313,14 +322,14 @@ class _Guess:
         self._router: Any = router
         self._block = block
 
-    def __call__(self, hidden: torch.Tensor) -> list[int]:
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Expert numbers, int64 [T * K]."""
         weight: torch.Tensor = self._router.weight
         scores = nn.functional.linear(hidden.to(weight.dtype), weight)
         bias = getattr(self._router, "bias", None)
         if bias is not None and bias.shape == scores.shape[-1:]:
             scores = scores + bias
-        likely = scores.topk(self._block.top_k, dim=-1).indices
-        return sorted(set(likely.flatten().tolist()))
+        return scores.topk(self._block.top_k, dim=-1).indices.flatten()
 
 
 def _without(index: torch.Tensor, weights: torch.Tensor, elsewhere: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
