@@ -101,6 +101,7 @@ class Engine:
                 inputs, attention_mask=torch.ones_like(inputs), generation_config=config, streamer=recorder
             )
             device.synchronize()
+            self.placed.experts.prove_used()
             scores = torch.stack([step[0].float().cpu() for step in output.logits]) if logits else None
         tokens = recorder.tokens
         reason = "stop" if tokens[-1] in eos else "length"

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from overspill.engine.choose import choose_batching
@@ -22,6 +22,9 @@ from overspill.engine.scheduler import Scheduler, StepReport
 from overspill.engine.sequences import RunningSequence
 from overspill.errors import ConfigError, DefectError, OverspillError
 from overspill.machine.device import LinkTraffic
+from overspill.offload.expert_runs import ExpertRuns
+from overspill.offload.expert_slots import SlotCounts
+from overspill.offload.in_place import BlockUse
 
 logger = logging.getLogger("overspill")
 
@@ -32,11 +35,41 @@ StepListener = Callable[[float, int, list[Request]], None]
 
 
 @dataclass(frozen=True)
+class ExpertStats:
+    """Routed experts that the CPU computes (`placed`, by layer) or that stream through slots (`counts`), one or both.
+
+    Without a stream `counts` is None and there are no slots.
+    """
+
+    counts: SlotCounts | None
+    slots: int
+    slots_free: int
+    placed: Mapping[int, BlockUse]
+
+    @classmethod
+    def of(cls, runs: ExpertRuns) -> ExpertStats | None:
+        """A snapshot, to be taken between passes; None where nothing is placed or streamed."""
+        if not runs.by_module():
+            return None
+        placed: dict[int, BlockUse] = {}
+        for run in runs.in_place:
+            layer = placed.setdefault(run.block.layer, BlockUse())
+            layer.calls += run.use.calls
+            layer.tokens += run.use.tokens
+            layer.bytes += run.use.bytes
+        if runs.stream is None:
+            return cls(None, 0, 0, placed)
+        cache = runs.stream.cache
+        return cls(cache.counts.copy(), cache.count, cache.free, placed)
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """A snapshot. Counts are since the start; `step_*` are of the latest pass, its seconds and its tokens.
 
     `stall_s` and `bytes` of `traffic` are what the link held up and carried. `finished` counts requests by finish
     reason. `step_link_floor_s` is the least that the plan says the link needs for a pass (None without a link).
+    `experts` is None where the plan neither places nor streams any.
     """
 
     running: int = 0
@@ -51,6 +84,7 @@ class EngineStats:
     step_tokens: int = 0
     step_link_floor_s: float | None = None
     traffic: LinkTraffic = field(default_factory=LinkTraffic)
+    experts: ExpertStats | None = None
 
 
 class EngineService:
@@ -77,7 +111,10 @@ class EngineService:
         self._draining = self._stopping = False
         self._failure: str | None = None
         self._failed_steps = 0
-        self._stats = EngineStats(step_link_floor_s=engine.plan.step.link_floor_s)
+        self._proved = False
+        self._stats = EngineStats(
+            step_link_floor_s=engine.plan.step.link_floor_s, experts=ExpertStats.of(engine.placed.experts)
+        )
         self._thread = threading.Thread(target=self._run, name="overspill-engine", daemon=True)
 
     @property
@@ -207,7 +244,9 @@ class EngineService:
         report: StepReport | None = None
         try:
             report = self._scheduler.step()
-            self._failed_steps = 0 if report is not None else self._failed_steps
+            if report is not None:
+                self._failed_steps = 0
+                self._prove_once()
         except Exception as error:  # a step that throws fails its own requests, which have been told
             logger.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
             self._failed_steps += 1
@@ -221,6 +260,11 @@ class EngineService:
         if report is not None:
             for listener in self._listeners:
                 listener(report.seconds, report.tokens, report.ended)
+
+    def _prove_once(self) -> None:
+        if not self._proved:
+            self._proved = True
+            self.engine.placed.experts.prove_used()
 
     def _snapshot(self, report: StepReport | None) -> EngineStats:
         scheduler, before = self._scheduler, self._stats
@@ -237,6 +281,7 @@ class EngineService:
             step_tokens=report.tokens if report is not None else before.step_tokens,
             step_link_floor_s=before.step_link_floor_s,
             traffic=self.engine.placed.device.traffic.copy(),
+            experts=ExpertStats.of(self.engine.placed.experts),
         )
 
     def _forget_ended(self) -> None:

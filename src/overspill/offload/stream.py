@@ -13,7 +13,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -179,9 +180,8 @@ class StreamedExperts:
                 stream.counts.fetched += 1
             else:
                 sweep.append(expert)
-        stream.counts.streamed += len(sweep)
-        stream.counts.computed += len(on_cpu)
         result = self._compute(hidden, index, weights, sweep, on_cpu)
+        stream.counts.computed += len(on_cpu)
         self.use.add(len(hidden), len(chosen) * self.block.expert_bytes)
         promoted = sorted(on_cpu, key=lambda expert: (-chosen[expert], expert))[:_PROMOTED]
         for expert in promoted:
@@ -241,13 +241,10 @@ class StreamedExperts:
     def _on_device(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, sweep: Sequence[int]
     ) -> torch.Tensor:
-        reader = _Reader(self, sweep)
-        tables = {attribute: _Table(reader, attribute) for attribute in self._shapes}
-        try:
+        with _Reader(self, sweep) as reader:
+            tables = {attribute: _Table(reader, attribute) for attribute in self._shapes}
             with weights_from(self._module, tables):
                 return self._loop(hidden, index, weights)
-        finally:
-            reader.settle()
 
     def view(self, attribute: str, part: torch.Tensor) -> torch.Tensor:
         return part.view(self.block.weights[attribute].dtype).view(self._shapes[attribute])
@@ -275,12 +272,16 @@ class _Reader:
             self._turn_to(expert)
         return self._block.view(attribute, self._parts[attribute])
 
-    def settle(self) -> None:
-        """After a pass that broke off: what is still on its way must not land when its slot is another's."""
-        self._waiting.clear()
-        for _, fetch in self._streamed.values():
-            fetch.settle()
-        self._streamed.clear()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Of a pass that broke off nothing may land later, when its slot is another expert's."""
+        if kind is not None:
+            for _, fetch in self._streamed.values():
+                fetch.settle()
 
     def _turn_to(self, expert: int) -> None:
         number, stream = self._block.number, self._stream
@@ -301,6 +302,7 @@ class _Reader:
             expert = self._waiting.pop()
             room = self._stream.sweep_room(self._started)
             self._started += 1
+            self._stream.counts.streamed += 1
             self._streamed[expert] = (room, self._stream.bring((self._block.number, expert), room))
 
 

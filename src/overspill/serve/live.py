@@ -13,7 +13,7 @@ from fastapi import FastAPI, Response
 from pydantic import BaseModel, Field
 
 from overspill.engine.engine import Engine
-from overspill.engine.service import EngineService
+from overspill.engine.service import EngineService, ExpertStats
 from overspill.machine.device import Device
 from overspill.model.weights import Role
 from overspill.offload.ledger import Ledger
@@ -106,9 +106,61 @@ class PurposeBytes(BaseModel):
 
 class TierMemory(BaseModel):
     tier: str
-    limit_bytes: int = Field(description="what was available when the plan was made")
+    limit_bytes: int | None = Field(
+        description="what was available when the plan was made; null for what stays in the checkpoint on disk"
+    )
     peak_bytes: int | None = Field(description="the most held at once; null where it is not kept")
     purposes: list[PurposeBytes]
+
+
+class LiveExpertStream(BaseModel):
+    """Experts that come through slots.
+
+    `lookups` are `hits` and the three kinds of misses. `fetched`, `prefetched` and `promoted` less `evictions` are what
+    the slots hold. Of `prefetched`, those neither used nor wasted are in their slots and not asked for yet.
+    """
+
+    policy: str = Field(description="what is done with an expert that is in no slot: fetch, cpu, or auto")
+    tier: str = Field(description="where they live: host or disk")
+    slots: int = Field(description="for one expert each")
+    slots_held: int
+    slots_free: int
+    slot_bytes: int
+    lookups: int = Field(description="experts that passes chose, each once for a pass and layer")
+    hits: int = Field(description="found in a slot, or on their way to one")
+    fetched: int = Field(description="missed, and brought into a slot")
+    streamed: int = Field(description="missed, and passed through without staying")
+    computed: int = Field(description="missed, and computed on the CPU")
+    prefetched: int = Field(description="brought into a slot before they were asked for")
+    prefetch_used: int = Field(description="prefetched, and then chosen")
+    prefetch_wasted: int = Field(description="prefetched, and evicted before they were chosen")
+    promoted: int = Field(description="brought into a slot after the CPU had computed them")
+    evictions: int
+    bytes: int = Field(description="of experts brought to the device")
+    stall_s: float = Field(description="seconds that the host waited for them; what a GPU waits alone is not known")
+
+
+class ExpertUse(BaseModel):
+    calls: int = Field(description="passes")
+    tokens: int
+    bytes: int = Field(description="of weights that were read")
+
+
+class LayerExpertUse(ExpertUse):
+    layer: int
+
+
+class LivePlacedExperts(ExpertUse):
+    """Experts that the CPU computes where they lie: all layers together, and each."""
+
+    layers: list[LayerExpertUse]
+
+
+class LiveExperts(BaseModel):
+    """Routed experts that are streamed or placed on the CPU, as they were after the latest step."""
+
+    stream: LiveExpertStream | None
+    placed: LivePlacedExperts | None
 
 
 class LiveStats(BaseModel):
@@ -131,6 +183,7 @@ class LiveStats(BaseModel):
     step_link_floor_s: float | None = Field(description="the least that the plan says the link needs for a step")
     link: LiveLink | None
     memory: list[TierMemory]
+    experts: LiveExperts | None = Field(description="null where no expert is streamed or placed")
 
 
 def mount(app: FastAPI, service: EngineService, engine: Engine) -> None:
@@ -267,7 +320,33 @@ def _stats(service: EngineService, plan: Plan, ledger: Ledger, device: Device, s
             zero_copy_counted=device.sees_the_link,
         ),
         memory=_memory(plan, ledger, device),
+        experts=None if stats.experts is None else _experts(stats.experts, plan),
     )
+
+
+def _experts(experts: ExpertStats, plan: Plan) -> LiveExperts:
+    stream = placed = None
+    if (counts := experts.counts) is not None:
+        assert plan.slots is not None
+        stream = LiveExpertStream(
+            policy=plan.slots.policy,
+            tier=plan.slots.tier,
+            slots=experts.slots,
+            slots_held=experts.slots - experts.slots_free,
+            slots_free=experts.slots_free,
+            slot_bytes=plan.slots.slot_bytes,
+            lookups=counts.lookups,
+            **vars(counts),
+        )
+    if experts.placed:
+        uses = experts.placed.values()
+        placed = LivePlacedExperts(
+            calls=sum(use.calls for use in uses),
+            tokens=sum(use.tokens for use in uses),
+            bytes=sum(use.bytes for use in uses),
+            layers=[LayerExpertUse(layer=layer, **vars(use)) for layer, use in experts.placed.items()],
+        )
+    return LiveExperts(stream=stream, placed=placed)
 
 
 def _memory(plan: Plan, ledger: Ledger, device: Device) -> list[TierMemory]:
@@ -275,6 +354,7 @@ def _memory(plan: Plan, ledger: Ledger, device: Device) -> list[TierMemory]:
     planned = {
         "weights": memory.weights_bytes,
         "buffer_pool": memory.buffer_pool_bytes,
+        **({"expert_slots": memory.expert_slots_bytes} if plan.slots is not None else {}),
         "kv_cache": memory.kv_cache_bytes,
         "working": memory.working_bytes,
     }
@@ -289,9 +369,24 @@ def _memory(plan: Plan, ledger: Ledger, device: Device) -> list[TierMemory]:
             ],
         )
     ]
-    if hosted := ledger.allocated_on(Tier.HOST):
-        purposes = [PurposeBytes(purpose="weights", held_bytes=hosted, planned_bytes=memory.host_bytes)]
-        tiers.append(
-            TierMemory(tier=Tier.HOST, limit_bytes=memory.available_host_bytes, peak_bytes=hosted, purposes=purposes)
+    hosted = {block.purpose: block.allocated_bytes for block in ledger.blocks if block.tier is Tier.HOST}
+    if hosted:
+        purposes = [
+            PurposeBytes(purpose=purpose, held_bytes=hosted[block], planned_bytes=nbytes)
+            for purpose, block, nbytes in (
+                ("weights", "host", memory.host_bytes),
+                ("staging", "staging", memory.staging_bytes),
+            )
+            if block in hosted
+        ]
+        peak_bytes = sum(hosted.values())
+        limit_bytes = memory.available_host_bytes
+        tiers.append(TierMemory(tier=Tier.HOST, limit_bytes=limit_bytes, peak_bytes=peak_bytes, purposes=purposes))
+    if on_disk := plan.on(Tier.DISK):
+        kept = PurposeBytes(
+            purpose="weights",
+            held_bytes=ledger.bytes_on(Tier.DISK),
+            planned_bytes=sum(placement.weight.nbytes for placement in on_disk),
         )
+        tiers.append(TierMemory(tier=Tier.DISK, limit_bytes=None, peak_bytes=None, purposes=[kept]))
     return tiers

@@ -1,4 +1,4 @@
-"""Counters for Prometheus: vLLM's names where the meaning is the same, ours for bytes and the link."""
+"""Counters for Prometheus: vLLM's names where the meaning is the same, ours for bytes, the link and experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from prometheus_client.registry import Collector
 
 from overspill.engine.engine import Engine
 from overspill.engine.requests import FinishReason, Output, Request
-from overspill.engine.service import EngineService
+from overspill.engine.service import EngineService, ExpertStats
+from overspill.offload.expert_slots import SlotCounts
 
 _PURPOSES = ("weights", "buffer_pool", "kv_cache", "working")
 _MEMORY_EVERY_S = 1.0
@@ -28,6 +29,7 @@ class Metrics:
         self._engine = engine
         self._label = {"model_name": model_name}
         self._last_output: dict[Request, float] = {}
+        self._purposes = (*_PURPOSES, *(["expert_slots"] if engine.plan.slots is not None else []))
         self._read_memory()
 
         def histogram(name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
@@ -72,7 +74,7 @@ class Metrics:
     def _read_memory(self) -> None:
         """In the thread that the device works in: its account is not to be walked from beside."""
         device = self._engine.placed.device
-        self.memory = {purpose: device.held_bytes(purpose) for purpose in _PURPOSES}
+        self.memory = {purpose: device.held_bytes(purpose) for purpose in self._purposes}
         self._memory_read = time.monotonic()
 
 
@@ -120,6 +122,8 @@ class _Snapshot(Collector):
                 "The least that a step takes for the link's sake, as the plan says.",
                 stats.step_link_floor_s,
             )
+        if stats.experts is not None:
+            yield from _experts(stats.experts)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=list(self._label))
@@ -130,3 +134,52 @@ class _Snapshot(Collector):
         family = CounterMetricFamily(name, text, labels=list(self._label))
         family.add_metric(list(self._label.values()), value)
         return family
+
+
+def _experts(experts: ExpertStats) -> Iterator[Metric]:
+    if experts.counts is not None:
+        slots = GaugeMetricFamily("overspill_expert_slots", "Slots for streamed experts, by state.", labels=["state"])
+        slots.add_metric(["held"], experts.slots - experts.slots_free)
+        slots.add_metric(["free"], experts.slots_free)
+        yield slots
+        yield from _streamed(experts.counts)
+    if experts.placed:
+        for name, text in (
+            ("calls", "Passes over a layer's experts on the CPU."),
+            ("tokens", "Tokens in the passes over a layer's experts on the CPU."),
+            ("bytes", "Bytes of a layer's experts that the CPU read."),
+        ):
+            family = CounterMetricFamily(f"overspill_placed_expert_{name}", text, labels=["layer"])
+            for layer, use in experts.placed.items():
+                family.add_metric([str(layer)], getattr(use, name))
+            yield family
+
+
+def _streamed(counts: SlotCounts) -> Iterator[Metric]:
+    lookups = CounterMetricFamily(
+        "overspill_expert_lookups",
+        "Experts that passes chose: found in a slot (hit), fetched into one, streamed past, or computed on the CPU.",
+        labels=["result"],
+    )
+    for result, number in (
+        ("hit", counts.hits),
+        ("fetched", counts.fetched),
+        ("streamed", counts.streamed),
+        ("computed", counts.computed),
+    ):
+        lookups.add_metric([result], number)
+    yield lookups
+    prefetches = CounterMetricFamily(
+        "overspill_expert_prefetches", "Experts fetched ahead, by what became of them.", labels=["result"]
+    )
+    prefetches.add_metric(["used"], counts.prefetch_used)
+    prefetches.add_metric(["wasted"], counts.prefetch_wasted)
+    yield prefetches
+    for name, text, value in (
+        ("prefetches_issued", "Experts fetched ahead: used, wasted, or not asked for yet.", counts.prefetched),
+        ("promotions", "Experts fetched into a slot after the CPU had computed them.", counts.promoted),
+        ("evictions", "Experts that left a slot.", counts.evictions),
+        ("bytes", "Bytes of experts brought to the device.", counts.bytes),
+        ("stall_seconds", "Waited for experts that were on their way.", counts.stall_s),
+    ):
+        yield CounterMetricFamily(f"overspill_expert_{name}", text, value)

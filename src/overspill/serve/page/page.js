@@ -99,6 +99,9 @@ class History {
       prompt: rate((s) => s.prompt_tokens),
       link: rate((s) => s.link?.bytes ?? 0),
       stall: Math.min(1, rate((s) => s.link?.stall_s ?? 0)),
+      expertHits: rate((s) => s.experts?.stream?.hits ?? 0),
+      expertLookups: rate((s) => s.experts?.stream?.lookups ?? 0),
+      expertBytes: rate((s) => s.experts?.stream?.bytes ?? 0),
     };
   }
 }
@@ -165,6 +168,7 @@ function showMemory(tiers) {
   $("memory").replaceChildren(...tiers.flatMap(({ tier, limit_bytes, peak_bytes, purposes }) => {
     const told = purposes.filter((p) => p.held_bytes || p.planned_bytes);
     const [now, plan] = [total(told, "held_bytes"), total(told, "planned_bytes")];
+    if (limit_bytes === null) return [row("tier", [tier, size(now), size(plan), "no limit"])];
     const fill = make("div", { class: "fill" }, ...told.map((p) => make("i", { title: words(p.purpose) })));
     told.forEach((p, i) => (fill.children[i].style.width = `${(100 * p.held_bytes) / Math.max(plan, now, 1)}%`));
     return [
@@ -183,6 +187,67 @@ function showMemory(tiers) {
   function row(name, cells) {
     return make("tr", { class: name }, ...cells.map((cell) => make("td", {}, cell)));
   }
+}
+
+/** What became of routed experts that are streamed or placed; nothing where there are none. */
+function showExperts(experts, rates) {
+  $("experts").hidden = !experts;
+  if (!experts) return;
+  const { stream, placed } = experts;
+  const missed = stream && {
+    fetch: `fetched from ${stream.tier}`,
+    cpu: "computed on the CPU",
+    auto: `fetched from ${stream.tier} or computed`,
+  }[stream.policy];
+  tell("experts-about", stream ? `misses are ${missed}; a slot has ${size(stream.slot_bytes)}` : "");
+  const figures = [...(stream ? streamFigures(stream, rates) : []), ...(placed ? [placedFigure(placed)] : [])];
+  const list = $("experts-figures");
+  if (list.children.length !== figures.length) {
+    list.replaceChildren(...figures.map(([name]) =>
+      make("div", {}, make("dt", {}, name), make("dd", {}, make("b"), make("small")))));
+  }
+  figures.forEach(([, figure, note], i) => {
+    list.children[i].querySelector("b").textContent = figure;
+    list.children[i].querySelector("small").textContent = note;
+  });
+}
+
+function streamFigures(s, rates) {
+  const lately = rates?.expertLookups ? percent(rates.expertHits / rates.expertLookups) : "–";
+  const ever = s.lookups ? percent(s.hits / s.lookups) : "–";
+  const ahead = s.prefetch_used + s.prefetch_wasted;
+  return [
+    ["found in a slot, last seconds", lately, `${ever} of ${count(s.lookups)} since the start`],
+    ["missed", count(s.lookups - s.hits), [
+      ...(s.fetched ? [`${count(s.fetched)} fetched`] : []),
+      ...(s.streamed ? [`${count(s.streamed)} passed through`] : []),
+      ...(s.computed ? [`${count(s.computed)} computed`] : []),
+    ].join(", ")],
+    ["fetched ahead and used", ahead ? percent(s.prefetch_used / ahead) : "–", [
+      `${count(s.prefetch_used)} used`, `${count(s.prefetch_wasted)} wasted`, `${count(s.prefetched - ahead)} waiting`,
+    ].join(", ")],
+    ["slots in use", `${count(s.slots_held)} of ${count(s.slots)}`, [
+      `${count(s.evictions)} evicted`, ...(s.promoted ? [`${count(s.promoted)} promoted`] : []),
+    ].join(", ")],
+    ["brought", rates ? bandwidth(rates.expertBytes) : "–",
+      `${size(s.bytes)}, waited ${duration(s.stall_s)} since the start`],
+  ];
+}
+
+function placedFigure(placed) {
+  const layers = placed.layers.map(({ layer }) => layer);
+  return ["computed on the CPU", `${layers.length === 1 ? "layer" : "layers"} ${ranges(layers)}`,
+    `${some(placed.calls, "call")} over ${some(placed.tokens, "token")}, ${size(placed.bytes)} read`];
+}
+
+/** Numbers in ascending order as ranges: "0–3, 7". */
+function ranges(numbers) {
+  const runs = [];
+  for (const n of numbers) {
+    if (runs.length && n === runs.at(-1)[1] + 1) runs.at(-1)[1] = n;
+    else runs.push([n, n]);
+  }
+  return runs.map(([first, last]) => (first === last ? `${first}` : `${first}–${last}`)).join(", ");
 }
 
 // -- the map ----------------------------------------------------------------------------------------------------------
@@ -237,7 +302,8 @@ class WeightMap {
 
   #cell(block, row) {
     const cell = make("span", {
-      class: "block tone", role: "gridcell", tabindex: "-1", "data-access": block.access, "data-role": block.role,
+      class: "block tone", role: "gridcell", tabindex: "-1",
+      "data-tier": block.tier, "data-access": block.access, "data-role": block.role,
       "aria-label": `${block.name}, ${facts(block)}; ${place(block)}: ${block.reason}`,
     });
     cell.style.flexGrow = block.bytes;
@@ -333,7 +399,7 @@ function facts(block) {
 }
 
 const place = ({ tier, access }) => `${tier}, ${hyphened(access)}`;
-const key = ({ access }) => make("i", { class: "key tone", "data-access": access });
+const key = ({ tier, access }) => make("i", { class: "key tone", "data-tier": tier, "data-access": access });
 
 /** Into how many parts a stack of experts is drawn: a fraction of them where all would be too fine to see. */
 function cuts(experts) {
@@ -343,7 +409,7 @@ function cuts(experts) {
 
 function showLegend(map) {
   $("whole").replaceChildren(...map.accesses.map((held) => {
-    const part = make("i", { class: "tone", "data-access": held.access });
+    const part = make("i", { class: "tone", "data-tier": held.tier, "data-access": held.access });
     part.style.flex = `${held.bytes} 1 0`;
     return part;
   }));
@@ -542,6 +608,7 @@ function show(stats) {
   const rates = history.add(stats);
   showNow(stats, rates);
   showLink(stats.link, rates, history.points, stats.clock_s);
+  showExperts(stats.experts, rates);
   showMemory(stats.memory);
   showState(stats.failure ? "lost" : "live", stats.failure ? "failed" : stats.device.name);
   raise(stats.failure ? `The engine cannot go on: ${stats.failure}` : "");
