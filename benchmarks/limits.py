@@ -14,6 +14,9 @@ from pathlib import Path
 
 import torch
 
+from overspill.machine.arena import map_memory
+from overspill.machine.cpus import usable_cpus
+
 READ_THREADS = 4
 READ_BYTES = 4 << 20
 
@@ -53,6 +56,25 @@ def memmove_gbps(nbytes: int = 64 << 20, repeats: int = 9) -> float:
         begun = time.perf_counter()
         ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
         times.append(time.perf_counter() - begun)
+    return nbytes / sorted(times)[repeats // 2] / 1e9
+
+
+def read_gbps(nbytes: int = 1 << 30, repeats: int = 7) -> float:
+    """The median speed at which all usable threads together read memory in huge pages that no cache holds."""
+    threads = usable_cpus()
+    data = map_memory(nbytes).fill_(1).view(torch.int64)
+    parts = data.chunk(threads)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    times = []
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in range(repeats):
+                begun = time.perf_counter()
+                list(pool.map(torch.sum, parts))
+                times.append(time.perf_counter() - begun)
+    finally:
+        torch.set_num_threads(before)
     return nbytes / sorted(times)[repeats // 2] / 1e9
 
 

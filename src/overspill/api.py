@@ -91,9 +91,10 @@ def plan(model: str | Path, offload_config: OffloadDocument = None, **options: A
 
     `model`: a Hugging Face id, a folder, or a .gguf file. `offload_config`: vLLM's OffloadConfig as JSON text or a
     mapping, with the extension `overspill` (or `vllm_cpp`); None and "" mean no offload. `options`: vLLM's flat fields
-    (`cpu_offload_gb`, `offload_group_size`, …) and the engine's (`device`, `device_memory_bytes`, `dtype`,
-    `max_model_len`, `max_num_seqs`, …; docs/configuration.md). Raises ConfigError before any file is opened,
-    CheckpointError, UnsupportedModelError and CapacityError before any weight is read.
+    (`cpu_offload_gb`, `offload_group_size`, …), those of routed experts (`cpu_moe=True`, `n_cpu_moe=8`,
+    `override_tensor=["exps=cpu"]`, `expert_cache="4GiB"`, `expert_policy="auto"`) and the engine's (`device`,
+    `device_memory_bytes`, `dtype`, `max_model_len`, `max_num_seqs`, …; docs/configuration.md). Raises ConfigError
+    before any file is opened, CheckpointError, UnsupportedModelError and CapacityError before any weight is read.
     """
     return prepare(model, settings_of(offload_config, options)).plan
 
@@ -117,11 +118,14 @@ def _warn(made: Plan) -> None:
 
 
 def offload(model: nn.Module, offload_config: OffloadDocument, *, tokens: int = 512, **options: Any) -> PlacedModel:
-    """Move the weights of a transformers model that the caller built as `offload_config` says.
+    """Move the weights of a transformers model that the caller built as `offload_config` and `options` (`plan`'s) say.
 
     `model` is changed in place and stays usable: run it inside `placed.running()`. Its tensors are handed over one by
     one, so peak memory is the model plus its largest weight. `tokens` is the context that memory is planned for. The
-    model is put into inference mode (`eval`, no gradients), and its weights are read-only from then on.
+    model is put into inference mode (`eval`, no gradients), and its weights are read-only from then on. Its routed
+    experts can be computed on the CPU and stream from host memory; patterns know weights by the model's own names and
+    by GGUF's. From disk they do not stream, since a model in memory has no file. Raises ConfigError,
+    UnsupportedModelError and CapacityError before the model is touched.
     """
     settings = settings_of(offload_config, options)
     if not settings.offload.offloads:
@@ -130,6 +134,12 @@ def offload(model: nn.Module, offload_config: OffloadDocument, *, tokens: int = 
         raise ConfigError(
             f"overspill.offload() was given {', '.join(idle)}, which a model that is in memory already has no use for",
             hint="leave them out; `tokens` is the context to plan for, overspill.load() takes the others",
+        )
+    stream = settings.offload.extension.expert_stream
+    if stream.on and stream.tier == "disk":
+        raise ConfigError(
+            'expert_stream: "tier" is "disk", but a model that is in memory already has no file to stream from',
+            hint='"tier": "host", or overspill.load() of its checkpoint',
         )
     if tokens < 1:
         raise ConfigError(f"tokens is {tokens}", hint="tokens must be at least 1")

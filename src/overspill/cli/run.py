@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,6 +19,7 @@ from overspill.errors import ConfigError
 
 if TYPE_CHECKING:
     from overspill.engine import Completion, Engine
+    from overspill.offload.expert_runs import ExpertRuns
 
 GENERATION = "Generation"
 MAX_TOKENS = 128
@@ -86,12 +88,17 @@ def command(
             err.print(line, style="dim", highlight=False, markup=False)
     with loading(prepared.checkpoint.nbytes) as progress:
         engine = start(prepared, progress)
-    completion = engine.generate(prompt_ids, params, on_text=None if shared.json_output else _write)
-    if shared.json_output:
-        print(json.dumps(_as_json(engine, completion)))
-    else:
-        print(flush=True)
-        err.print(_summary(engine, completion), style="dim", highlight=False)
+    try:
+        completion = engine.generate(prompt_ids, params, on_text=None if shared.json_output else _write)
+        if shared.json_output:
+            print(json.dumps(_as_json(engine, completion)))
+        else:
+            print(flush=True)
+            for line in (_summary(engine, completion), *_experts_summary(engine.placed.experts)):
+                err.print(line, style="dim", highlight=False)
+    finally:
+        if (counted := _stream_line(engine.placed.experts)) is not None:
+            print(counted, file=sys.stderr, flush=True)
 
 
 def _text(prompt: str | None) -> str:
@@ -130,6 +137,49 @@ def _summary(engine: Engine, completion: Completion) -> str:
     return "; ".join(parts)
 
 
+def _experts_summary(experts: ExpertRuns) -> Iterator[str]:
+    """What became of routed experts that the CPU computes or that stream, a line each."""
+    if experts.in_place:
+        calls, layers = sum(run.use.calls for run in experts.in_place), len(experts.in_place)
+        read = format_bytes(sum(run.use.bytes for run in experts.in_place))
+        yield f"experts on the CPU: {layers} layer{'s' * (layers != 1)}, {calls} calls, {read} of weights read there"
+    if experts.stream is not None:
+        counts = experts.stream.counts
+        hits = f"{counts.hits / counts.lookups:.0%} of {counts.lookups}" if counts.lookups else "none looked up"
+        yield (
+            f"expert slots: hits {hits}; misses {counts.fetched} fetched, {counts.streamed} streamed, "
+            f"{counts.computed} on the CPU; prefetched {counts.prefetched} ({counts.prefetch_used} used, "
+            f"{counts.prefetch_wasted} wasted); {counts.evictions} evicted; {format_bytes(counts.bytes)} brought; "
+            f"waited {counts.stall_s:.2f} s"
+        )
+
+
+def _stream_line(experts: ExpertRuns) -> str | None:
+    """vllm.cpp's line at exit, which scripts look for; a slot that must be had is had, so none is ever exhausted."""
+    if experts.stream is None:
+        return None
+    counts, steps = experts.stream.counts, experts.streamed[0].use.calls
+    return (
+        f"[expert-stream] steps={steps} hits={counts.hits} misses={counts.misses} evictions={counts.evictions} "
+        f"fills={counts.fills} bytes={counts.bytes} exhausted=0"
+    )
+
+
+def _experts_as_json(experts: ExpertRuns) -> dict[str, object] | None:
+    if not experts.by_module():
+        return None
+    slots = None
+    if experts.stream is not None:
+        counts, cache = experts.stream.counts, experts.stream.cache
+        derived = {name: getattr(counts, name) for name in ("lookups", "misses", "fills")}
+        slots = {"count": cache.count, "held": cache.count - cache.free, **asdict(counts), **derived}
+    layers = [
+        {"path": path, "layer": run.block.layer, "access": run.access.value, **asdict(run.use)}
+        for path, run in experts.by_module()
+    ]
+    return {"slots": slots, "layers": layers}
+
+
 def _as_json(engine: Engine, completion: Completion) -> dict[str, object]:
     from overspill.plan.report import plan_as_json
 
@@ -149,4 +199,5 @@ def _as_json(engine: Engine, completion: Completion) -> dict[str, object]:
         ],
         "plan": plan_as_json(engine.plan),
         "ledger": engine.ledger.as_json(),
+        "experts": _experts_as_json(engine.placed.experts),
     }

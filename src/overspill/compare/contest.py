@@ -13,10 +13,10 @@ from typing import Any
 from safetensors import safe_open
 
 from overspill.api import OffloadDocument
-from overspill.compare.answers import AnswerDifference, difference
+from overspill.compare.answers import AnswerDifference, BlockDifference, block_difference, difference
 from overspill.compare.processes import run_job
 from overspill.compare.report import Report, SideReport, conditions
-from overspill.compare.results import LOGITS, RunResult
+from overspill.compare.results import LOGITS, OBSERVED, RunResult
 from overspill.compare.sides import Contest, Prompt, Side, make_contest
 from overspill.compare.verdicts import Evidence, judge
 from overspill.errors import ConfigError, DeviceOutOfMemoryError
@@ -72,7 +72,8 @@ def compare(
 
     `prompts` are texts or token ids, answered greedily with up to `max_tokens` tokens. Each side runs `repeat` times,
     every run in a process of its own that may take `deadline_s` seconds. `options` are the engine's settings for both
-    sides (`device`, `device_memory_bytes`, `max_model_len`, …) and vLLM's flat offload flags for the candidate.
+    sides (`device`, `device_memory_bytes`, `max_model_len`, …) and the flat offload flags for the candidate (vLLM's,
+    and `cpu_moe`, `n_cpu_moe`, `override_tensor`, `expert_cache`, `expert_policy`).
     `max_model_len` is by default the longest prompt and its answer, so that memory forecasts are about this run.
     `max_slowdown` makes the time per token a verdict. `output_dir` takes report.json and report.html.
 
@@ -122,6 +123,7 @@ def run_contest(contest: Contest, *, repeat: int, deadline_s: float, progress: P
     missing = contest.baseline_missing
     runs: dict[str, list[RunResult]] = {"baseline": [], "candidate": []}
     apart: dict[str, list[tuple[AnswerDifference, ...]]] = {"baseline": [], "candidate": []}
+    blocks: dict[str, list[BlockDifference]] = {"baseline": [], "candidate": []}
     reference: tuple[RunResult, Path] | None = None
     number, total = 0, repeat * len(sides)
     with tempfile.TemporaryDirectory(prefix="overspill-compare-") as scratch:
@@ -150,6 +152,8 @@ def run_contest(contest: Contest, *, repeat: int, deadline_s: float, progress: P
                     reference = (result, folder / LOGITS)
                 else:
                     apart[side.name].append(_differences(*reference, result, folder / LOGITS))
+                    if side.job.observe is not None:
+                        blocks[side.name].append(_observed(side.job.observe, reference[1], folder / LOGITS))
                     shutil.rmtree(folder)
     return Evidence(
         baseline=tuple(runs["baseline"]),
@@ -157,14 +161,15 @@ def run_contest(contest: Contest, *, repeat: int, deadline_s: float, progress: P
         baseline_differences=tuple(apart["baseline"]),
         candidate_differences=tuple(apart["candidate"]),
         baseline_missing=missing,
+        baseline_blocks=tuple(blocks["baseline"]),
+        candidate_blocks=tuple(blocks["candidate"]),
     )
 
 
 def _may_be_missing(side: Side, reference: object) -> bool:
     """Whether this is the first run of a baseline without offload on a real device: then it need not fit."""
-    return (
-        side.name == "baseline" and side.plan.device_kind == "cuda" and side.plan.backend is None and reference is None
-    )
+    resident = side.name == "baseline" and not side.plan.offloads
+    return resident and side.plan.device_kind == "cuda" and reference is None
 
 
 def _differences(
@@ -175,6 +180,12 @@ def _differences(
             difference(a, left.get_tensor(str(prompt)), b, right.get_tensor(str(prompt)))
             for prompt, (a, b) in enumerate(zip(reference.generations, result.generations, strict=True))
         )
+
+
+def _observed(path: str, reference: Path, logits: Path) -> BlockDifference:
+    with safe_open(reference, "pt") as left, safe_open(logits, "pt") as right:
+        one, other = ({name: file.get_tensor(name) for name in OBSERVED} for file in (left, right))
+        return block_difference(path, one, other)
 
 
 def _side_report(

@@ -12,7 +12,7 @@ from overspill.compare.report import Report
 from overspill.compare.results import PlacedWeight, RunResult
 from overspill.config import format_bytes
 
-ACCESS_ORDER = ("resident", "prefetch", "zero_copy")
+ACCESS_ORDER = ("resident", "prefetch", "zero_copy", "stream", "in_place")
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,11 @@ def _segment(access: str, held: Sequence[PlacedWeight], longest: int) -> Segment
     told = ", ".join(f"{role.replace('_', ' ')} {format_bytes(nbytes)}" for role, nbytes in roles.most_common())
     total = sum(roles.values())
     reasons = "; ".join(dict.fromkeys(weight.reason for weight in held))
+    where = ", on disk" if any(weight.tier == "disk" for weight in held) else ""
     return Segment(
         access,
         round(100 * total / longest, 3),
-        f"{access.replace('_', '-')}, {format_bytes(total)}: {told} ({reasons})",
+        f"{access.replace('_', '-')}{where}, {format_bytes(total)}: {told} ({reasons})",
     )
 
 

@@ -15,7 +15,7 @@ from overspill.compare.answers import AnswerDifference, format_logit
 from overspill.compare.drawing import layer_rows, step_chart
 from overspill.compare.report import Report, SideReport
 from overspill.compare.results import Generation, spread
-from overspill.compare.tables import MemoryRow, ledger_rows, memory_rows, side_words
+from overspill.compare.tables import MemoryRow, expert_rows, ledger_rows, memory_rows, side_words
 from overspill.config import format_bytes
 
 
@@ -38,6 +38,7 @@ def render_page(report: Report) -> str:
         memory=_memory(report),
         budgets={side.name: side.runs[0].memory.budget_bytes for side in report.sides},
         chart=step_chart(report),
+        experts=expert_rows(report),
         runs=_run_rows(report),
         answers=_answers(report),
         documents={side.name: _document(side) for side in report.sides},
@@ -98,12 +99,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Answers:
-    """One prompt's answers, and how far apart they are at the most in any run of the candidate."""
+    """One prompt's answers, and how far apart they are at the most in any run of the candidate.
+
+    `badge` is "pass" where they are equal, "fail" where they should be, "open" where other kernels need not reach that;
+    None without a baseline.
+    """
 
     prompt: str
     sides: tuple[Answer, ...]
     verdict: str
-    equal: bool | None
+    badge: str | None
 
 
 def _answers(report: Report) -> list[Answers]:
@@ -119,8 +124,10 @@ def _answers(report: Report) -> list[Answers]:
             sides.append(_answer("candidate", candidate, baseline))
         else:
             sides.append(_answer("candidate", candidate, candidate))
-        equal = all(d.first_difference is None and d.largest == 0 for d in apart) if apart else None
-        found.append(Answers(prompt, tuple(sides), _told(apart[worst]) if apart else "", equal))
+        equal = all(d.first_difference is None and d.largest == 0 for d in apart)
+        other_kernels = any(side.runs[0].plan.other_kernels is not None for side in report.sides)
+        badge = "pass" if equal else "open" if other_kernels else "fail"
+        found.append(Answers(prompt, tuple(sides), *((_told(apart[worst]), badge) if apart else ("", None))))
     return found
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import median
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
+
+from overspill.offload.expert_slots import SlotCounts
 
 T = TypeVar("T")
 
@@ -16,7 +18,8 @@ T = TypeVar("T")
 class Job:
     """One run of one side. `document` is an offload document, `engine` fields of EngineSettings.
 
-    `folder` takes RESULT, LOGITS or ERROR. Each prompt is token ids.
+    `folder` takes RESULT, LOGITS or ERROR. Each prompt is token ids. `observe` names the experts module whose inputs
+    and output in the first prompt's pass go into the logits file, under OBSERVED; None observes nothing.
     """
 
     model: str
@@ -25,9 +28,12 @@ class Job:
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
     folder: str
+    observe: str | None = None
 
 
 RESULT, LOGITS, ERROR = "result.json", "logits.safetensors", "error.json"
+OBSERVED = ("observed.hidden", "observed.index", "observed.weights", "observed.output")
+"""What a pass gave an experts module (hidden states [T, H], chosen experts and their weights [T, K]) and got of it."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,9 @@ class Failure:
 class Pass:
     """One forward pass: `tokens` positions, its time, and what the link carried meanwhile against what was planned.
 
-    `planned_low` and `planned_high` differ only where routing decides: several tokens may share their experts or not.
+    `planned_low` and `planned_high` differ only where routing decides: several tokens may share their experts or not,
+    and experts missing from the slots may be computed on the CPU, which sends a result. What came into expert slots is
+    in neither: it depends on what they hold, and is counted for the whole answer (`Generation.slots`).
     """
 
     tokens: int
@@ -58,7 +66,8 @@ class Pass:
 class Generation:
     """One prompt's answer. `link_bytes` is the whole of it, from an idle link to an idle link.
 
-    The first pass is over the prompt; each of the others decodes one token.
+    The first pass is over the prompt; each of the others decodes one token. `slots` is what happened to expert slots
+    meanwhile, None where there are none; `read_bytes` came from files for them.
     """
 
     prompt_ids: tuple[int, ...]
@@ -67,6 +76,8 @@ class Generation:
     finish_reason: str
     passes: tuple[Pass, ...]
     link_bytes: int
+    slots: SlotCounts | None = None
+    read_bytes: int = 0
 
     @property
     def decode(self) -> tuple[Pass, ...]:
@@ -103,36 +114,75 @@ class Allocation:
 
 
 @dataclass(frozen=True)
+class ExpertUse:
+    """Routed experts of one layer that are `in_place` or `stream`: passes, tokens and bytes read in all answers."""
+
+    path: str
+    access: str
+    expert_bytes: int
+    calls: int
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """The expert slots when all was done: how many there are and are full, and everything since loading."""
+
+    count: int
+    held: int
+    counts: SlotCounts
+
+
+@dataclass(frozen=True)
 class Forecast:
-    """What the plan said beforehand. Bytes, but for `link_floor_s`: seconds a decoded token takes at least.
+    """What the plan said beforehand. Bytes, but for floors: seconds that a decoded token takes at least.
 
     The step's figures are for one token, which is what a decode step of a comparison computes. None: not known.
+    `ways` says how weights off the device are used; none where none is. `placed` and `streamed` are the experts modules
+    that the CPU computes and that go through slots; `stream_bytes` is what the slots would bring if all experts were
+    alike, no part of `link_bytes`. `other_kernels` says where kernels compute that do not compute a resident model.
     """
 
     backend: str | None
+    ways: tuple[str, ...]
     offloaded_bytes: int
     saved_bytes: int
     weights_bytes: int
     buffer_pool_bytes: int
+    expert_slots_bytes: int
     kv_cache_bytes: int | None
     working_bytes: int | None
     host_bytes: int
+    staging_bytes: int
     context_tokens: int
     sequences: int
     zero_copy_bytes: float
     prefetch_bytes: int
+    in_place_bytes: int
+    stream_bytes: float
     zero_copy_floor_s: float | None
     prefetch_floor_s: float | None
+    in_place_floor_s: float | None
+    placed: tuple[str, ...]
+    streamed: tuple[str, ...]
+    slots: int
+    policy: str | None
+    other_kernels: str | None
+
+    @property
+    def pools_bytes(self) -> int:
+        return self.buffer_pool_bytes + self.expert_slots_bytes
 
     @property
     def link_bytes(self) -> float:
-        return self.zero_copy_bytes + self.prefetch_bytes
+        return self.zero_copy_bytes + self.prefetch_bytes + self.in_place_bytes
 
     @property
     def link_floor_s(self) -> float | None:
-        if self.zero_copy_floor_s is None or self.prefetch_floor_s is None:
-            return None
-        return self.zero_copy_floor_s + self.prefetch_floor_s
+        floors = (self.zero_copy_floor_s, self.prefetch_floor_s, self.in_place_floor_s)
+        known = [floor for floor in floors if floor is not None]
+        return sum(known) if len(known) == len(floors) else None
 
 
 @dataclass(frozen=True)
@@ -163,18 +213,25 @@ class RunResult:
     load_seconds: float
     read_bytes: int
     generations: tuple[Generation, ...]
+    experts: tuple[ExpertUse, ...]
+    slots: SlotState | None
     notes: tuple[str, ...]
     versions: dict[str, str]
     threads: int
 
     @property
-    def host_ledger_bytes(self) -> int:
-        return sum(weight.bytes for weight in self.weights if weight.tier == "host")
+    def offloaded_ledger_bytes(self) -> int:
+        return sum(weight.bytes for weight in self.weights if weight.tier != "device")
 
     @property
     def weights_and_pool_bytes(self) -> int:
-        """Device bytes held after loading for weights and the prefetch ring."""
-        return self.memory.held_bytes.get("weights", 0) + self.memory.held_bytes.get("buffer_pool", 0)
+        """Device bytes held after loading for weights, the prefetch ring and expert slots."""
+        return sum(self.memory.held_bytes[purpose] for purpose in ("weights", "buffer_pool", "expert_slots"))
+
+    @property
+    def slot_counts(self) -> SlotCounts | None:
+        """What happened to expert slots in all answers."""
+        return total_counts([self])
 
     @property
     def longest_tokens(self) -> int:
@@ -201,6 +258,14 @@ class RunResult:
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
     """(least, median, most)."""
     return min(values), median(values), max(values)
+
+
+def total_counts(runs: Sequence[RunResult]) -> SlotCounts | None:
+    """What happened to expert slots in all answers of `runs`; None where there are no slots."""
+    counted = [generation.slots for run in runs for generation in run.generations if generation.slots is not None]
+    if not counted:
+        return None
+    return SlotCounts(**{f.name: sum(getattr(counts, f.name) for counts in counted) for f in fields(SlotCounts)})
 
 
 def to_json(value: Any) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 
 from overspill.api import OffloadDocument, prepare, settings_of
 from overspill.checkpoint import open_checkpoint
+from overspill.compare.kernels import first_with_other_kernels
 from overspill.compare.results import Job
 from overspill.config import FLAGS, Settings, format_bytes
 from overspill.engine.tokens import encode, tokenizer_of
@@ -57,16 +58,17 @@ def make_contest(
     max_tokens: int,
     options: Mapping[str, Any],
 ) -> Contest:
-    """Plan both sides. `options` are engine settings for both, and vLLM's flat flags for the candidate.
+    """Plan both sides. `options` are engine settings for both, and the flat offload flags for the candidate.
 
-    Raises ConfigError before any file is opened; then what `overspill.plan` raises.
+    Raises ConfigError before any file is opened; then what `overspill.plan` raises, and ConfigError where what was
+    asked turns out to move nothing on this device.
     """
     wanted = settings_of(candidate, options)
     resident = settings_of(baseline, {name: value for name, value in options.items() if name not in FLAGS})
     if not wanted.offload.offloads:
         raise ConfigError(
             "the candidate offloads nothing, so there is nothing to compare",
-            hint="say what to offload, for example --cpu-offload-gb 4 or --offload-group-size 4",
+            hint="say what to offload, for example --cpu-offload-gb 4, --offload-group-size 4 or --cpu-moe",
         )
     if wanted.offload == resident.offload:
         raise ConfigError(
@@ -88,7 +90,7 @@ def make_contest(
     wanted = _with_engine(wanted, device=device.kind, max_model_len=tokens)
     resident = _with_engine(resident, device=device.kind, max_model_len=tokens)
 
-    def side(name: str, settings: Settings, plan: Plan) -> Side:
+    def side(name: str, settings: Settings, plan: Plan, observe: str | None) -> Side:
         job = Job(
             model=str(model),
             document=settings.offload.model_dump(mode="json", exclude_defaults=True),
@@ -96,19 +98,35 @@ def make_contest(
             prompts=ids,
             max_tokens=max_tokens,
             folder="",
+            observe=observe,
         )
         return Side(name, job, plan)
 
     shown = tuple(p if isinstance(p, str) else f"token ids {' '.join(map(str, p))}" for p in prompts)
-    chosen = side("candidate", wanted, prepare(model, wanted, device).plan)
+    moving = prepare(model, wanted, device).plan
+    _refuse_moving_nothing(moving)
     try:
         fitted, plan, note = _fitted(model, resident, device)
     except CapacityError as error:
         if resident.offload.offloads:
             raise
-        return Contest(None, chosen, f"the baseline does not fit: {error.message}", shown, wanted.notes)
+        alone = side("candidate", wanted, moving, None)
+        return Contest(None, alone, f"the baseline does not fit: {error.message}", shown, wanted.notes)
     notes = (*dict.fromkeys((*wanted.notes, *resident.notes)), *((note,) if note else ()))
-    return Contest(side("baseline", fitted, plan), chosen, None, shown, notes)
+    observe = first_with_other_kernels(plan, moving)
+    sides = side("baseline", fitted, plan, observe), side("candidate", wanted, moving, observe)
+    return Contest(*sides, None, shown, notes)
+
+
+def _refuse_moving_nothing(plan: Plan) -> None:
+    """ConfigError where what was asked of the candidate has nothing to do on this device."""
+    if plan.offloads:
+        return
+    why = next((note for note in plan.notes if note.startswith("device placement:")), "no weight leaves the device")
+    raise ConfigError(
+        f"the candidate moves nothing, so there is nothing to compare: {why}",
+        hint="an accelerator, as --device emulated, beside which the CPU has memory and work of its own",
+    )
 
 
 def _context(settings: Settings, needed: int) -> int:

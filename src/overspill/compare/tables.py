@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from overspill.compare.report import Report, SideReport
-from overspill.compare.results import PlacedWeight, RunResult
+from overspill.compare.results import PlacedWeight, RunResult, total_counts
+from overspill.compare.verdicts.expert_use import hit_rate
 from overspill.config import format_bytes
 
 
@@ -31,14 +32,16 @@ def memory_rows(runs: Sequence[RunResult]) -> list[MemoryRow]:
     reserved = max(plan.kv_cache_bytes or 0, memory.kv_cache_peak_bytes)
     working = max(0, memory.peak_bytes - run.weights_and_pool_bytes - reserved)
     known = plan.kv_cache_bytes is not None and plan.working_bytes is not None
-    in_all = plan.weights_bytes + plan.buffer_pool_bytes + (plan.kv_cache_bytes or 0) + (plan.working_bytes or 0)
+    in_all = plan.weights_bytes + plan.pools_bytes + (plan.kv_cache_bytes or 0) + (plan.working_bytes or 0)
     figures: list[tuple[str, str, int | None, int | None]] = [
         ("weights", "weights", plan.weights_bytes, memory.held_bytes["weights"]),
         ("buffer pool", "buffer_pool", plan.buffer_pool_bytes, memory.held_bytes["buffer_pool"]),
+        ("expert slots", "expert_slots", plan.expert_slots_bytes, memory.held_bytes["expert_slots"]),
         ("KV cache", "kv_cache", plan.kv_cache_bytes, memory.kv_cache_peak_bytes),
         ("working memory", "working", plan.working_bytes, working),
         ("device, in all", "", in_all if known else None, memory.peak_bytes),
         ("host", "host", plan.host_bytes, None),
+        ("staging", "staging", plan.staging_bytes, None),
     ]
     rows = []
     for label, purpose, forecast, measured in figures:
@@ -100,15 +103,47 @@ def measured_rows(report: Report) -> list[MeasuredRow]:
         row("prompt pass", lambda runs: _ms(median(r.prompt_median_s for r in runs))),
         row("decode step", lambda runs: _ms(_median([r.decode_median_s for r in runs]))),
         row("link floor of a decode step", lambda runs: _ms(runs[0].plan.link_floor_s or None)),
+        *expert_rows(report),
     ]
+
+
+def expert_rows(report: Report) -> list[MeasuredRow]:
+    """What became of routed experts that the CPU computes or that are in slots, over all answers of all runs."""
+    told = {side.name: _experts_told(side.runs) for side in report.sides}
+    names = dict.fromkeys(name for rows in told.values() for name in rows)
+    return [
+        MeasuredRow(name, *(told.get(side, {}).get(name, "–") for side in ("baseline", "candidate"))) for name in names
+    ]
+
+
+def _experts_told(runs: Sequence[RunResult]) -> dict[str, str]:
+    rows = {}
+    if runs[0].plan.placed:
+        uses = [use for run in runs for use in run.experts if use.access == "in_place"]
+        rows["layers of experts on the CPU"] = str(len(runs[0].plan.placed))
+        rows["calls of these, bytes read"] = f"{sum(u.calls for u in uses)}, {format_bytes(sum(u.bytes for u in uses))}"
+    counts = total_counts(runs)
+    if counts is not None:
+        rate = hit_rate(counts)
+        passes = sum(len(generation.passes) for run in runs for generation in run.generations)
+        rows |= {
+            "expert slots": str(runs[0].plan.slots),
+            "hit rate of chosen experts": "–" if rate is None else f"{rate:.1%} of {counts.lookups}",
+            "misses: fetched, streamed, on the CPU": f"{counts.fetched}, {counts.streamed}, {counts.computed}",
+            "prefetched: used, wasted": f"{counts.prefetched}: {counts.prefetch_used}, {counts.prefetch_wasted}",
+            "promoted, evicted": f"{counts.promoted}, {counts.evictions}",
+            "brought into slots": format_bytes(counts.bytes),
+            "waiting for experts, a pass": _ms(counts.stall_s / passes),
+        }
+    return rows
 
 
 def side_words(side: SideReport) -> str:
     """What a side does, in a few words."""
     plan = side.runs[0].plan
-    if plan.backend is None:
+    if not plan.ways:
         return "nothing offloaded"
-    return f"{plan.backend}, {format_bytes(plan.offloaded_bytes)} offloaded"
+    return f"{', '.join(plan.ways)}, {format_bytes(plan.offloaded_bytes)} offloaded"
 
 
 def _host_bytes(run: RunResult) -> int:

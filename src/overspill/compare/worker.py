@@ -10,6 +10,8 @@ import logging
 import platform
 import resource
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +23,32 @@ from safetensors.torch import save_file
 
 import overspill
 from overspill.api import prepare, start
+from overspill.compare.forecasts import forecast_of, pass_of, weights_of
 from overspill.compare.results import (
     ERROR,
     LOGITS,
+    OBSERVED,
     RESULT,
     Allocation,
+    ExpertUse,
     Failure,
-    Forecast,
     Generation,
     Job,
     Memory,
-    Pass,
-    PlacedWeight,
     RunResult,
+    SlotState,
     from_json,
     to_json,
 )
 from overspill.config import resolve
-from overspill.engine import Completion, Engine, SamplingParams, Step
+from overspill.engine import Engine, SamplingParams
 from overspill.errors import OverspillError
 from overspill.machine.device import Device
-from overspill.model.weights import Weight
-from overspill.plan import Access, Plan
+from overspill.offload.expert_runs import ExpertRuns
+from overspill.offload.expert_slots import SlotCounts
+from overspill.offload.expert_sources import DiskSource
 
-PURPOSES = ("weights", "buffer_pool", "kv_cache", "working")
+PURPOSES = ("weights", "buffer_pool", "expert_slots", "kv_cache", "working")
 
 
 def main() -> int:
@@ -62,7 +66,10 @@ def main() -> int:
 
 
 def measure(job: Job) -> tuple[RunResult, dict[str, torch.Tensor]]:
-    """Carry `job` out in this process. The logits are float32 [generated tokens, vocabulary] by prompt number."""
+    """Carry `job` out in this process.
+
+    The logits are float32 [generated tokens, vocabulary] by prompt number; beside them is what `job.observe` asks for.
+    """
     prepared = prepare(job.model, resolve(job.document, None, job.engine))
     engine = start(prepared)
     device, plan = prepared.device, prepared.plan
@@ -74,12 +81,30 @@ def measure(job: Job) -> tuple[RunResult, dict[str, torch.Tensor]]:
     seen = _Seen(device)
     engine.placed.model.register_forward_hook(seen)
 
-    generations: list[Generation] = []
+    experts = engine.placed.experts
     logits: dict[str, torch.Tensor] = {}
+    if job.observe is not None:
+        _observe(engine.placed.model.get_submodule(job.observe), device, logits)
+    _settle(engine)
+    used = _expert_uses(experts)
+    generations: list[Generation] = []
     for number, prompt in enumerate(job.prompts):
-        before = device.traffic.copy()
+        traffic, slots, read_bytes = device.traffic.copy(), _counts(experts), _read_bytes(experts)
         completion = engine.generate(prompt, SamplingParams(max_tokens=job.max_tokens))
-        generations.append(_generation(completion, plan, device, (device.traffic - before).bytes))
+        happened = _counts(experts) - slots
+        _settle(engine)
+        generations.append(
+            Generation(
+                prompt_ids=tuple(completion.prompt_ids),
+                token_ids=tuple(completion.token_ids),
+                text=completion.text,
+                finish_reason=completion.finish_reason,
+                passes=tuple(pass_of(step, plan, device, computed=happened.computed > 0) for step in completion.steps),
+                link_bytes=(device.traffic - traffic).bytes,
+                slots=happened if experts.stream is not None else None,
+                read_bytes=_read_bytes(experts) - read_bytes,
+            )
+        )
         logits[str(number)] = seen.take_logits()
 
     memory = Memory(
@@ -92,9 +117,9 @@ def measure(job: Job) -> tuple[RunResult, dict[str, torch.Tensor]]:
     result = RunResult(
         device_kind=device.kind,
         device_name=device.name,
-        zero_copy_counted=_zero_copy_counted(device),
-        plan=_forecast(plan),
-        weights=_weights(engine),
+        zero_copy_counted=device.sees_the_link,
+        plan=forecast_of(plan),
+        weights=weights_of(plan, engine.ledger),
         blocks=tuple(
             Allocation(b.purpose, b.tier, b.requested_bytes, b.allocated_bytes, b.pinned) for b in engine.ledger.blocks
         ),
@@ -102,6 +127,8 @@ def measure(job: Job) -> tuple[RunResult, dict[str, torch.Tensor]]:
         load_seconds=engine.ledger.load_seconds,
         read_bytes=engine.ledger.read_bytes,
         generations=tuple(generations),
+        experts=_since(used, _expert_uses(experts)),
+        slots=_slot_state(experts),
         notes=(*plan.warnings, *plan.notes),
         versions={
             "overspill": overspill.__version__,
@@ -138,89 +165,61 @@ class _Seen:
         return logits
 
 
-def _zero_copy_counted(device: Device) -> bool:
-    """A GPU reads mapped host memory by itself; no software sees those bytes."""
-    return device.kind != "cuda"
+def _observe(module: torch.nn.Module, device: Device, found: dict[str, torch.Tensor]) -> None:
+    """Keep in `found` what the next call gives `module` and gets of it, copied to the host as it is."""
+
+    def keep(_: Any, args: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor) -> None:
+        hook.remove()
+        given = [value for value in (*args, *named.values()) if isinstance(value, torch.Tensor)]
+        with device.host_execution():
+            found.update((name, t.detach().cpu().clone()) for name, t in zip(OBSERVED, (*given, output), strict=True))
+
+    hook = module.register_forward_hook(keep, with_kwargs=True)
 
 
-def _generation(completion: Completion, plan: Plan, device: Device, link_bytes: int) -> Generation:
-    return Generation(
-        prompt_ids=tuple(completion.prompt_ids),
-        token_ids=tuple(completion.token_ids),
-        text=completion.text,
-        finish_reason=completion.finish_reason,
-        passes=tuple(_pass(step, plan, counted=_zero_copy_counted(device)) for step in completion.steps),
-        link_bytes=link_bytes,
+# -- routed experts ----------------------------------------------------------------------------------------------------
+
+
+def _settle(engine: Engine) -> None:
+    """Wait for experts that were fetched ahead and that no pass asked for, so that the link is idle."""
+    stream = engine.placed.experts.stream
+    if stream is not None:
+        with engine.placed.running():
+            for key in list(stream.cache):
+                stream.arrived(key)
+        engine.placed.device.synchronize()
+
+
+def _counts(experts: ExpertRuns) -> SlotCounts:
+    """What happened to expert slots so far; nothing where there are none."""
+    return experts.stream.counts.copy() if experts.stream is not None else SlotCounts()
+
+
+def _slot_state(experts: ExpertRuns) -> SlotState | None:
+    if experts.stream is None:
+        return None
+    cache = experts.stream.cache
+    return SlotState(cache.count, cache.count - cache.free, cache.counts.copy())
+
+
+def _read_bytes(experts: ExpertRuns) -> int:
+    """From files, for streamed experts."""
+    source = experts.stream.source if experts.stream is not None else None
+    return source.bytes_read if isinstance(source, DiskSource) else 0
+
+
+def _expert_uses(experts: ExpertRuns) -> tuple[ExpertUse, ...]:
+    return tuple(
+        ExpertUse(path, run.access.value, run.block.expert_bytes, run.use.calls, run.use.tokens, run.use.bytes)
+        for path, run in experts.by_module()
     )
 
 
-def _pass(step: Step, plan: Plan, *, counted: bool) -> Pass:
-    low = high = float(plan.step.prefetch_bytes)
-    if counted:
-        for weight in _zero_copy_weights(plan):
-            least, most = _reads(weight, step.tokens)
-            low, high = low + least, high + most
-    return Pass(step.tokens, step.seconds, step.traffic.bytes, step.traffic.stall_s, low, high)
-
-
-def _reads(weight: Weight, tokens: int) -> tuple[float, float]:
-    """The least and the most bytes that a pass over `tokens` tokens reads of a weight."""
-    if weight.routing is None:
-        return weight.step_bytes(tokens), weight.step_bytes(tokens)
-    share = weight.routing.top_k / weight.routing.experts
-    return weight.nbytes * share, weight.nbytes * min(1.0, share * tokens)
-
-
-def _zero_copy_weights(plan: Plan) -> list[Weight]:
-    return [p.weight for p in plan.placements if p.access is Access.ZERO_COPY]
-
-
-def _forecast(plan: Plan) -> Forecast:
-    link, memory, ring = plan.step.link, plan.memory, plan.ring
-    zero_copy = _zero_copy_weights(plan)
-    zero_copy_bytes = sum(weight.step_bytes(1) for weight in zero_copy)
-    transfers = len(ring.copied) if ring is not None else 0
-    return Forecast(
-        backend=plan.backend,
-        offloaded_bytes=plan.offloaded_bytes,
-        saved_bytes=plan.saved_bytes,
-        weights_bytes=memory.weights_bytes,
-        buffer_pool_bytes=memory.buffer_pool_bytes,
-        kv_cache_bytes=memory.kv_cache_bytes,
-        working_bytes=memory.working_bytes,
-        host_bytes=memory.host_bytes,
-        context_tokens=plan.context_tokens,
-        sequences=plan.sequences,
-        zero_copy_bytes=zero_copy_bytes,
-        prefetch_bytes=plan.step.prefetch_bytes,
-        zero_copy_floor_s=link.seconds(int(zero_copy_bytes), len(zero_copy)) if link else None,
-        prefetch_floor_s=link.seconds(plan.step.prefetch_bytes, transfers) if link else None,
+def _since(before: Sequence[ExpertUse], after: Sequence[ExpertUse]) -> tuple[ExpertUse, ...]:
+    return tuple(
+        replace(now, calls=now.calls - then.calls, tokens=now.tokens - then.tokens, bytes=now.bytes - then.bytes)
+        for then, now in zip(before, after, strict=True)
     )
-
-
-def _weights(engine: Engine) -> tuple[PlacedWeight, ...]:
-    """Plan and ledger joined by name; tier and address are the ledger's."""
-    entries = {entry.name: entry for entry in engine.ledger.entries}
-    rows = []
-    for placement in engine.plan.placements:
-        weight, entry = placement.weight, entries[placement.weight.full]
-        rows.append(
-            PlacedWeight(
-                name=weight.full,
-                aliases=weight.aliases,
-                stack=weight.name.stack,
-                layer=weight.name.layer,
-                role=weight.role,
-                dtype=str(weight.dtype).removeprefix("torch."),
-                bytes=entry.bytes,
-                tier=entry.tier,
-                access=entry.access,
-                reason=placement.reason,
-                address=entry.address,
-                host_address=entry.host_address,
-            )
-        )
-    return tuple(rows)
 
 
 if __name__ == "__main__":

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
 from overspill.compare.results import Generation, Pass, RunResult
+from overspill.compare.verdicts.expert_use import expert_checks, expert_figures
 from overspill.compare.verdicts.records import Check, Figure, Outcome, Verdict
 from overspill.config import format_bytes
 
 _AHEAD = "counted over whole answers, since copies run ahead of the step that needs them"
+_WHERE = {"host": "in host memory", "disk": "on disk"}
 
 
 def bytes_moved(candidate: Sequence[RunResult]) -> Verdict:
-    """Whether weights left the device, as many as planned, and crossed the link as planned.
+    """Whether weights left the device, as many as planned, crossed the link as planned, and were used as planned.
 
     Each pass, or each answer where copies run ahead, is held against the least and the most that the plan allows.
     They are one number but for routed experts in a pass over several tokens, which may share their experts or not.
+    What came into expert slots depends on what they held, so it is held against the slots' own account.
     """
     run = candidate[0]
-    ledger, planned = run.host_ledger_bytes, run.plan.offloaded_bytes
-    off = next((r.host_ledger_bytes for r in candidate if r.host_ledger_bytes != planned), None)
+    ledger, planned = run.offloaded_ledger_bytes, run.plan.offloaded_bytes
+    off = next((r.offloaded_ledger_bytes for r in candidate if r.offloaded_ledger_bytes != planned), None)
     if ledger == 0:
-        claim = Check(Outcome.FAIL, "nothing was offloaded: no weight lies in host memory")
+        claim = Check(Outcome.FAIL, f"nothing was offloaded: {_why_nothing(run)}")
     elif off is not None:
-        claim = Check(Outcome.FAIL, f"the ledger has {off} bytes in host memory, the plan {planned}")
+        claim = Check(Outcome.FAIL, f"the ledger has {off} bytes off the device, the plan {planned}")
     else:
-        claim = Check(Outcome.PASS, f"{format_bytes(ledger)} of weights lie in host memory, to the byte as planned")
+        claim = Check(Outcome.PASS, f"{_tiers(run)}, to the byte as planned")
     generations = [generation for r in candidate for generation in r.generations]
     checks = [claim]
-    if run.plan.prefetch_bytes:
-        checks.append(_ahead(generations))
-    elif run.plan.zero_copy_bytes and run.zero_copy_counted:
+    if run.plan.prefetch_bytes or run.plan.streamed:
+        checks += _ahead(run, generations)
+    elif run.plan.in_place_bytes or (run.plan.zero_copy_bytes and run.zero_copy_counted):
         checks += _step_by_step(generations)
     if run.plan.zero_copy_bytes and not run.zero_copy_counted:
         checks.append(
@@ -40,34 +44,59 @@ def bytes_moved(candidate: Sequence[RunResult]) -> Verdict:
                 "zero-copy traffic is not counted: the GPU reads host memory by itself, and no software sees it",
             )
         )
+    checks += expert_checks(candidate)
     figures = (
         Figure("offloaded, planned", planned, "bytes"),
         Figure("offloaded, in the ledger", ledger, "bytes"),
         Figure("over the link per token, planned", run.plan.link_bytes, "bytes"),
         Figure("over the link per token, counted", _counted_per_token(run, generations), "bytes"),
+        *expert_figures(candidate),
     )
     return Verdict("bytes moved", format_bytes(ledger), tuple(checks), figures)
 
 
+def _why_nothing(run: RunResult) -> str:
+    if run.plan.ways:
+        return f"no weight lies off the device, and the plan says {', '.join(run.plan.ways)}"
+    inert = (note for note in run.notes if note.startswith("device placement:"))
+    return next(inert, "the plan moves no weight")
+
+
+def _tiers(run: RunResult) -> str:
+    """Where the weights off the device are."""
+    tiers: Counter[str] = Counter()
+    for weight in run.weights:
+        tiers[weight.tier] += weight.bytes
+    told = [f"{format_bytes(tiers[tier])} of weights lie {where}" for tier, where in _WHERE.items() if tiers[tier]]
+    return " and ".join(told)
+
+
 def _counted_per_token(run: RunResult, generations: Sequence[Generation]) -> float | None:
     """Median of the decode steps; where copies run ahead, of the answers' averages; None where nothing counts them."""
-    if run.plan.prefetch_bytes:
+    if run.plan.prefetch_bytes or run.plan.streamed:
         return median(generation.link_bytes / len(generation.passes) for generation in generations)
     steps = [p.link_bytes for generation in generations for p in generation.decode]
     return median(steps) if steps and run.zero_copy_counted else None
 
 
-def _ahead(generations: Sequence[Generation]) -> Check:
+def _ahead(run: RunResult, generations: Sequence[Generation]) -> list[Check]:
+    if run.device_kind == "cpu":
+        return []  # no link: what is read from disk lands where it is used
     for generation in generations:
-        if not _within(generation.link_bytes, generation.passes):
-            return Check(
-                Outcome.FAIL,
-                f"{generation.link_bytes} bytes crossed the link in {len(generation.passes)} passes, "
-                f"the plan says {_planned(generation.passes)} ({_AHEAD})",
-            )
+        came = generation.slots.bytes if generation.slots is not None else 0
+        if not _within(generation.link_bytes - came, generation.passes):
+            slots = f", with {came} bytes into expert slots" if generation.slots is not None else ""
+            return [
+                Check(
+                    Outcome.FAIL,
+                    f"{generation.link_bytes} bytes crossed the link in {len(generation.passes)} passes{slots}, "
+                    f"the plan says {_planned(generation.passes, came)} ({_AHEAD})",
+                )
+            ]
     passes = [p for generation in generations for p in generation.passes]
     average = format_bytes(round(sum(g.link_bytes for g in generations) / len(passes)))
-    return Check(Outcome.PASS, f"{len(passes)} passes carried {average} each over the link, as planned ({_AHEAD})")
+    as_planned = "as planned and as the expert slots counted" if run.plan.streamed else "as planned"
+    return [Check(Outcome.PASS, f"{len(passes)} passes carried {average} each over the link, {as_planned} ({_AHEAD})")]
 
 
 def _step_by_step(generations: Sequence[Generation]) -> list[Check]:
@@ -94,9 +123,9 @@ def _within(link_bytes: int, passes: Sequence[Pass]) -> bool:
     return low <= link_bytes <= high
 
 
-def _planned(passes: Sequence[Pass]) -> str:
+def _planned(passes: Sequence[Pass], more: int = 0) -> str:
     low, high = _bounds(passes)
-    return f"{low}" if low == high else f"{low} to {high}"
+    return f"{low + more}" if low == high else f"{low + more} to {high + more}"
 
 
 def _bounds(passes: Sequence[Pass]) -> tuple[int, int]:

@@ -13,7 +13,7 @@ FORECAST_TOLERANCE = 0.05
 """How far a memory forecast may be off (design.md, "Numbers to reach")."""
 
 CUDA_BLOCK_ROUNDING_BYTES = 2 << 20
-"""What CUDA may add to an allocation; each side has at most two (weights, buffer pool)."""
+"""What CUDA may add to an allocation; each side has at most three (weights, buffer pool, expert slots)."""
 
 
 def device_memory(evidence: Evidence) -> Verdict:
@@ -26,20 +26,22 @@ def device_memory(evidence: Evidence) -> Verdict:
         return Verdict("device memory", format_bytes(held), (claim, forecast), (figure,))
     baseline, candidate = evidence.baseline[0], evidence.candidate[0]
     planned = candidate.plan.saved_bytes - baseline.plan.saved_bytes
-    tolerance = _tolerance_bytes(candidate)
+    tolerance = _tolerance_bytes(baseline, candidate)
     falls = [
         b.weights_and_pool_bytes - c.weights_and_pool_bytes
         for b, c in zip(evidence.baseline, evidence.candidate, strict=True)
     ]
     fell = max(falls, key=lambda fall: abs(fall - planned))
     headline = f"−{format_bytes(fell)}" if fell > 0 else f"+{format_bytes(-fell)}"
-    net = ", net of the buffer pool" if candidate.plan.buffer_pool_bytes else ""
+    pools = (("the buffer pool", candidate.plan.buffer_pool_bytes), ("expert slots", candidate.plan.expert_slots_bytes))
+    taken = " and ".join(name for name, nbytes in pools if nbytes)
+    net = f", net of {taken}" if taken else ""
     told = (
         f"the device holds {headline[1:]} {'less' if fell > 0 else 'more'} than with the baseline{net}: "
         f"planned {planned} bytes, off by {fell - planned:+d} ({tolerance} allowed for alignment)"
     )
     # Two offloads may be compared, and then the candidate may be planned to hold more.
-    right = abs(fell - planned) <= tolerance and (fell > 0 or baseline.plan.backend is not None)
+    right = abs(fell - planned) <= tolerance and (fell > 0 or bool(baseline.plan.ways))
     checks = (
         Check(Outcome.PASS if right else Outcome.FAIL, told),
         _forecast_check("candidate", evidence.candidate),
@@ -55,14 +57,15 @@ def device_memory(evidence: Evidence) -> Verdict:
     return Verdict("device memory", headline, checks, figures)
 
 
-def _tolerance_bytes(run: RunResult) -> int:
+def _tolerance_bytes(baseline: RunResult, candidate: RunResult) -> int:
     """Every weight starts at an aligned address; CUDA rounds each allocation besides."""
-    rounding = 4 * CUDA_BLOCK_ROUNDING_BYTES if run.device_kind == "cuda" else 0
-    return ALIGNMENT * len(run.weights) + rounding
+    allocations = sum(block.tier == "device" for run in (baseline, candidate) for block in run.blocks)
+    rounding = allocations * CUDA_BLOCK_ROUNDING_BYTES if candidate.device_kind == "cuda" else 0
+    return ALIGNMENT * len(candidate.weights) + rounding
 
 
 def _forecast_check(side: str, runs: Sequence[RunResult]) -> Check:
-    """Forecast against measured, working memory left out: weights and pool, and the KV cache where a run filled it."""
+    """Forecast against measured, working memory left out: weights and pools, and the KV cache where a run filled it."""
     error, what = max((_forecast_error(run) for run in runs), key=lambda pair: abs(pair[0]))
     text = f"{side}: the forecast of {what} is off by {error:+.1%} ({FORECAST_TOLERANCE:.0%} allowed)"
     return Check(Outcome.PASS if abs(error) <= FORECAST_TOLERANCE else Outcome.FAIL, text)
@@ -70,13 +73,14 @@ def _forecast_check(side: str, runs: Sequence[RunResult]) -> Check:
 
 def _forecast_error(run: RunResult) -> tuple[float, str]:
     """(forecast / measured - 1, of what)."""
-    forecast = run.plan.weights_bytes + run.plan.buffer_pool_bytes
+    forecast = run.plan.weights_bytes + run.plan.pools_bytes
+    held = "weights, expert slots" if run.plan.expert_slots_bytes else "weights"
     measured = run.weights_and_pool_bytes
     cache, cache_forecast = run.memory.kv_cache_peak_bytes, run.plan.kv_cache_bytes
     if cache_forecast is None:
-        return forecast / measured - 1, "weights and buffer pool (the KV cache is not forecast)"
+        return forecast / measured - 1, f"{held} and buffer pool (the KV cache is not forecast)"
     planned_tokens = run.plan.context_tokens * run.plan.sequences
     if run.longest_tokens + 1 < planned_tokens and cache <= cache_forecast:
         filled = f"answers filled {run.longest_tokens} of the KV cache's {planned_tokens} tokens"
-        return forecast / measured - 1, f"weights and buffer pool ({filled})"
-    return (forecast + cache_forecast) / (measured + cache) - 1, "weights, buffer pool and KV cache"
+        return forecast / measured - 1, f"{held} and buffer pool ({filled})"
+    return (forecast + cache_forecast) / (measured + cache) - 1, f"{held}, buffer pool and KV cache"

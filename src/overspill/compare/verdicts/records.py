@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from overspill.compare.answers import AnswerDifference
+from overspill.compare.answers import AnswerDifference, BlockDifference
 from overspill.compare.results import RunResult
 
 
@@ -57,7 +57,8 @@ class Evidence:
     """All runs, in the order in which each side ran. `baseline` is empty where `baseline_missing` says why.
 
     Differences are by run, then by prompt, against the first run of the baseline (of the candidate where the baseline
-    is missing); the reference itself has none, so the side that it is of has one run fewer there.
+    is missing); the reference itself has none, so the side that it is of has one run fewer there. `*_blocks` are by
+    run, against the same run, of the experts that other kernels may compute first; empty where none do.
     """
 
     baseline: tuple[RunResult, ...]
@@ -65,3 +66,5 @@ class Evidence:
     baseline_differences: tuple[tuple[AnswerDifference, ...], ...]
     candidate_differences: tuple[tuple[AnswerDifference, ...], ...]
     baseline_missing: str | None = None
+    baseline_blocks: tuple[BlockDifference, ...] = ()
+    candidate_blocks: tuple[BlockDifference, ...] = ()

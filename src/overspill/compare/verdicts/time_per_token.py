@@ -49,9 +49,15 @@ def time_per_token(evidence: Evidence, *, max_slowdown: float | None = None) -> 
 
 
 def _floor_check(evidence: Evidence, baseline_s: float, candidate_s: float) -> list[Check]:
-    """The least that a step could take on this link: zero-copy adds to the computing, prefetch runs beside it."""
+    """The least that a step could take on this link: zero-copy adds to the computing, prefetch runs beside it.
+
+    Not where experts are computed elsewhere, or come through slots: there the baseline's computing is no measure, or
+    the link's share is known only afterwards.
+    """
     plan = evidence.candidate[0].plan
-    if plan.zero_copy_floor_s is None or plan.prefetch_floor_s is None or evidence.baseline[0].plan.link_bytes:
+    if plan.zero_copy_floor_s is None or plan.prefetch_floor_s is None or evidence.baseline[0].plan.ways:
+        return []
+    if plan.placed or plan.streamed:
         return []
     least = plan.zero_copy_floor_s + max(baseline_s, plan.prefetch_floor_s)
     return [

@@ -1,0 +1,104 @@
+"""What a plan says of a run, and its ledger, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from overspill.compare.kernels import other_kernels
+from overspill.compare.results import Forecast, Pass, PlacedWeight
+from overspill.engine import Step
+from overspill.machine.device import Device
+from overspill.model.experts import ExpertBlock
+from overspill.model.weights import Weight
+from overspill.offload.ledger import Ledger
+from overspill.plan import Access, Plan
+
+
+def pass_of(step: Step, plan: Plan, device: Device, *, computed: bool) -> Pass:
+    """`computed`: experts that were in no slot were computed on the CPU in this answer."""
+    low = high = float(plan.step.prefetch_bytes + step.tokens * _result_bytes(plan.placed))
+    if device.sees_the_link:
+        for weight in _zero_copy_weights(plan):
+            least, most = _reads(weight, step.tokens)
+            low, high = low + least, high + most
+    if computed and plan.slots is not None:
+        high += step.tokens * _result_bytes(plan.slots.blocks)
+    return Pass(step.tokens, step.seconds, step.traffic.bytes, step.traffic.stall_s, low, high)
+
+
+def _result_bytes(blocks: Sequence[ExpertBlock]) -> int:
+    """Bytes that the CPU sends for a token: its hidden state after each of `blocks`."""
+    return sum(block.hidden_size * next(iter(block.weights.values())).dtype.itemsize for block in blocks)
+
+
+def _reads(weight: Weight, tokens: int) -> tuple[float, float]:
+    """The least and the most bytes that a pass over `tokens` tokens reads of a weight."""
+    if weight.routing is None:
+        return weight.step_bytes(tokens), weight.step_bytes(tokens)
+    share = weight.routing.top_k / weight.routing.experts
+    return weight.nbytes * share, weight.nbytes * min(1.0, share * tokens)
+
+
+def _zero_copy_weights(plan: Plan) -> list[Weight]:
+    return [p.weight for p in plan.placements if p.access is Access.ZERO_COPY]
+
+
+def forecast_of(plan: Plan) -> Forecast:
+    link, memory, ring = plan.step.link, plan.memory, plan.ring
+    zero_copy = _zero_copy_weights(plan)
+    zero_copy_bytes = sum(weight.step_bytes(1) for weight in zero_copy)
+    transfers = len(ring.copied) if ring is not None else 0
+    in_place_bytes = _result_bytes(plan.placed)
+    slots = plan.slots
+    return Forecast(
+        backend=plan.backend,
+        ways=plan.ways if plan.offloads else (),
+        offloaded_bytes=plan.offloaded_bytes,
+        saved_bytes=plan.saved_bytes,
+        weights_bytes=memory.weights_bytes,
+        buffer_pool_bytes=memory.buffer_pool_bytes,
+        expert_slots_bytes=memory.expert_slots_bytes,
+        kv_cache_bytes=memory.kv_cache_bytes,
+        working_bytes=memory.working_bytes,
+        host_bytes=memory.host_bytes,
+        staging_bytes=memory.staging_bytes,
+        context_tokens=plan.context_tokens,
+        sequences=plan.sequences,
+        zero_copy_bytes=zero_copy_bytes,
+        prefetch_bytes=plan.step.prefetch_bytes,
+        in_place_bytes=in_place_bytes,
+        stream_bytes=slots.expected_bytes(1) if slots is not None else 0.0,
+        zero_copy_floor_s=link.seconds(int(zero_copy_bytes), len(zero_copy)) if link else None,
+        prefetch_floor_s=link.seconds(plan.step.prefetch_bytes, transfers) if link else None,
+        in_place_floor_s=link.seconds(in_place_bytes, len(plan.placed)) if link else None,
+        placed=tuple(block.path for block in plan.placed),
+        streamed=tuple(block.path for block in slots.blocks) if slots is not None else (),
+        slots=slots.count if slots is not None else 0,
+        policy=slots.policy if slots is not None else None,
+        other_kernels=other_kernels(plan),
+    )
+
+
+def weights_of(plan: Plan, ledger: Ledger) -> tuple[PlacedWeight, ...]:
+    """Plan and ledger joined by name; tier and address are the ledger's."""
+    entries = {entry.name: entry for entry in ledger.entries}
+    rows = []
+    for placement in plan.placements:
+        weight, entry = placement.weight, entries[placement.weight.full]
+        rows.append(
+            PlacedWeight(
+                name=weight.full,
+                aliases=weight.aliases,
+                stack=weight.name.stack,
+                layer=weight.name.layer,
+                role=weight.role,
+                dtype=str(weight.dtype).removeprefix("torch."),
+                bytes=entry.bytes,
+                tier=entry.tier,
+                access=entry.access,
+                reason=placement.reason,
+                address=entry.address,
+                host_address=entry.host_address,
+            )
+        )
+    return tuple(rows)
