@@ -19,8 +19,9 @@ import overspill
 from benchmarks import models
 from benchmarks.limits import read_gbps
 from benchmarks.report import Bar, Report, spread
-from overspill.compare.results import RunResult
+from overspill.compare.results import RunResult, total_counts
 from overspill.config import GIB
+from overspill.config.sizes import parse_bandwidth
 from overspill.model.weights import Role
 
 COLUMNS = (
@@ -113,9 +114,9 @@ def measure(scale: Scale, cache: Path, tell: Callable[[str], None]) -> Report:
         assert result.baseline is not None
         baseline = statistics.median(decode_ms(result.baseline.runs))
         if not shown:
-            report.rows.append(_row(RESIDENT, result.baseline.runs, baseline, bandwidth))
+            report.rows.append(_row(RESIDENT, result.baseline.runs, baseline, bandwidth, scale))
             shown = True
-        row = _row(way, result.candidate.runs, baseline, bandwidth)
+        row = _row(way, result.candidate.runs, baseline, bandwidth, scale)
         row["verdicts"] = "failed: " + ", ".join(v.name for v in result.failed) if result.failed else "pass"
         report.rows.append(row)
         report.bars.append(Bar(f"{way}: verdicts failed", len(result.failed), 0, timed=False))
@@ -135,22 +136,24 @@ def decode_ms(runs: tuple[RunResult, ...]) -> list[float]:
     return [p.seconds * 1e3 for run in runs for generation in run.generations for p in generation.decode]
 
 
-def _row(way: str, runs: tuple[RunResult, ...], baseline_ms: float, bandwidth: float) -> dict[str, Any]:
+def _row(
+    way: str, runs: tuple[RunResult, ...], baseline_ms: float, bandwidth: float, scale: Scale
+) -> dict[str, Any]:
+    top_k, link = scale.top_k, parse_bandwidth(scale.link, field="link")
     run = runs[0]
     steps = decode_ms(runs)
     decode = [p for r in runs for g in r.generations for p in g.decode]
     step_bytes = statistics.mean(p.link_bytes for p in decode)
-    placed = [use for use in run.expert_use if use.access == "in_place"]
-    read = sum(use.bytes / max(1, use.calls) for use in placed)
-    slots = run.slots.counts if run.slots is not None else None
-    link = run.plan.link_bandwidth if hasattr(run.plan, "link_bandwidth") else None
+    placed = [use for use in run.experts if use.access == "in_place"]
+    chosen = top_k * sum(use.expert_bytes for use in placed)
+    counts = total_counts(runs)
     return {
         "way": way,
         "device_bytes": run.weights_and_pool_bytes,
         "step_bytes": step_bytes,
-        "hit_rate": f"{slots.hits / slots.lookups:.0%}" if slots is not None and slots.lookups else None,
-        "link_ms": step_bytes / link * 1e3 if link else None,
-        "host_ms": read / (bandwidth * 1e9) * 1e3 if read else None,
+        "hit_rate": f"{counts.hits / counts.lookups:.0%}" if counts is not None and counts.lookups else None,
+        "link_ms": step_bytes / link * 1e3 if step_bytes else None,
+        "host_ms": chosen / (bandwidth * 1e9) * 1e3 if chosen else None,
         "step_ms": statistics.median(steps),
         "over_resident_ratio": statistics.median(steps) / baseline_ms,
         "prompt_ms": statistics.median(g.passes[0].seconds * 1e3 for r in runs for g in r.generations),

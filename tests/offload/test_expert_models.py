@@ -140,6 +140,15 @@ def test_experts_on_the_cpu_stay_within_the_bound(
         assert run.use.tokens == 2 * len(PROMPT) + len(DECODED)
         least = run.use.calls * run.block.expert_bytes  # a token may choose an expert twice (DeepSeek V4 hashes)
         assert least <= run.use.bytes <= run.use.calls * run.block.nbytes
+    told = {entry.path: entry for entry in model.ledger.experts}
+    assert told.keys() == {block.path for block in model.plan.placed} | {
+        run.block.path for run in model.experts.streamed
+    }
+    for path, run in model.experts.by_module():
+        entry = told[path]
+        assert (entry.access, entry.calls, entry.bytes) == (run.access, run.use.calls, run.use.bytes)
+        assert entry.calls > 0
+    assert (model.ledger.slots is None) is (model.experts.stream is None)
     if way == "all on the CPU":
         assert moved[-1] == model.plan.step.in_place_bytes == round(model.plan.step.link_bytes)
         assert moved[0] == len(PROMPT) * moved[-1]

@@ -151,7 +151,12 @@ def activation_of(module: nn.Module) -> Activation | None:
     match module:
         case nn.SiLU() | activations.SiLUActivation():
             return Activation.silu
-        case activations.NewGELUActivation() | activations.GELUTanh():
+        case (
+            activations.GELUTanh()
+            | activations.NewGELUActivation()
+            | activations.FastGELUActivation()
+            | activations.AccurateGELUActivation()
+        ):
             return Activation.gelu_tanh
         case activations.GELUActivation():
             return Activation.gelu

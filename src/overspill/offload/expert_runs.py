@@ -14,6 +14,7 @@ from overspill.machine.device import Device
 from overspill.offload.expert_costs import measure_costs
 from overspill.offload.expert_sources import DiskSource, ExpertSource, HostSource
 from overspill.offload.in_place import CpuSide, InPlaceExperts, SharedAhead, cpu_kernel
+from overspill.offload.ledger import ExpertEntry
 from overspill.offload.stream import CpuHelp, ExpertStream, StreamedExperts
 from overspill.plan import Plan, Tier
 from overspill.plan.staging import computes_on_cpu
@@ -30,6 +31,13 @@ class ExpertRuns:
     def by_module(self) -> list[tuple[str, InPlaceExperts | StreamedExperts]]:
         runs: list[InPlaceExperts | StreamedExperts] = [*self.in_place, *self.streamed]
         return [(run.block.path, run) for run in runs]
+
+    def entries(self) -> tuple[ExpertEntry, ...]:
+        """What each block did so far."""
+        return tuple(
+            ExpertEntry(path, run.access, run.use.calls, run.use.tokens, run.use.bytes)
+            for path, run in self.by_module()
+        )
 
     def prove_used(self) -> None:
         """After a pass over the model: PlacementDefect where one of these blocks was never called."""

@@ -14,6 +14,7 @@ from overspill.errors import PlacementDefect
 from overspill.machine.arena import Block
 from overspill.machine.device import Device
 from overspill.model.hf_experts import installed
+from overspill.offload.expert_slots import SlotCounts
 from overspill.offload.prefetch import offsets
 from overspill.plan import Access, Placement, Plan, Ring, Tier
 from overspill.plan.ring import buffer_of
@@ -43,13 +44,32 @@ class BlockEntry:
 
 
 @dataclass(frozen=True)
+class ExpertEntry:
+    """The routed experts of one layer that run in a way of their own, since loading.
+
+    `calls` passes over `tokens` tokens read `bytes` of their weights, on the CPU (`in_place`) or in slots (`stream`).
+    """
+
+    path: str
+    access: Access
+    calls: int
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Ledger:
-    """The proof that the plan happened; made by `take_ledger`, which raises PlacementDefect where it did not."""
+    """The proof that the plan happened; made by `take_ledger`, which raises PlacementDefect where it did not.
+
+    `experts` and `slots` are what happened by the time the ledger was asked for; `slots` is None where there are none.
+    """
 
     entries: tuple[Entry, ...]
     blocks: tuple[BlockEntry, ...]
     read_bytes: int
     load_seconds: float
+    experts: tuple[ExpertEntry, ...] = ()
+    slots: SlotCounts | None = None
 
     def bytes_on(self, tier: Tier) -> int:
         return sum(entry.bytes for entry in self.entries if entry.tier is tier)

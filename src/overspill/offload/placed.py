@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import RLock
 
 import torch
@@ -29,18 +29,26 @@ logger = logging.getLogger("overspill")
 class PlacedModel:
     """A transformers model that runs, its plan, and the proof. It owns all blocks; dropping it frees them.
 
+    `loaded` is the ledger as it was taken after loading, `ledger` has what happened since as well.
     `blocks` are the allocations by purpose, `hosts` the host copies by weight name.
     """
 
     model: nn.Module
     plan: Plan
-    ledger: Ledger
+    loaded: Ledger
     device: Device
     prefetcher: Prefetcher | None
     experts: ExpertRuns
     blocks: dict[str, Block] = field(repr=False)
     hosts: dict[str, torch.Tensor] = field(repr=False)
     turn: RLock = field(default_factory=RLock, repr=False)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What lies where since loading, and what became of routed experts until now."""
+        stream = self.experts.stream
+        counts = stream.counts.copy() if stream is not None else None
+        return replace(self.loaded, experts=self.experts.entries(), slots=counts)
 
     @contextmanager
     def running(self) -> Iterator[None]:
