@@ -385,9 +385,9 @@ def file_tensors(case: Case, model: nn.Module) -> dict[str, torch.Tensor]:
             found = names.get_name(base) or names.get_name(base.removeprefix("transformer."))
             tensors[found + (suffix or ("" if "ssm" in found else ".weight"))] = tensor
     for name in tensors:
-        for pattern, forward in case.forward.items():
+        for pattern, forwarded in case.forward.items():
             if re.fullmatch(pattern, name):
-                tensors[name] = forward(tensors[name]).contiguous()
+                tensors[name] = forwarded(tensors[name]).contiguous()
     return tensors
 
 
