@@ -146,8 +146,9 @@ class _Read(Fetch):
 
 
 def _end(threads: ThreadPoolExecutor, reader: FileReader) -> None:
-    threads.shutdown()
-    reader.close()
+    """No read is under way: each one holds what ends here. The last to let go may be one of the threads."""
+    threads.submit(reader.close)
+    threads.shutdown(wait=False)
 
 
 def extents_of(source: Extents, expert: int, nbytes: int) -> list[Extent]:
