@@ -136,9 +136,7 @@ def decode_ms(runs: tuple[RunResult, ...]) -> list[float]:
     return [p.seconds * 1e3 for run in runs for generation in run.generations for p in generation.decode]
 
 
-def _row(
-    way: str, runs: tuple[RunResult, ...], baseline_ms: float, bandwidth: float, scale: Scale
-) -> dict[str, Any]:
+def _row(way: str, runs: tuple[RunResult, ...], baseline_ms: float, bandwidth: float, scale: Scale) -> dict[str, Any]:
     top_k, link = scale.top_k, parse_bandwidth(scale.link, field="link")
     run = runs[0]
     steps = decode_ms(runs)

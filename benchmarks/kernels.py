@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.conditions import ROOT
 from benchmarks.kernels_ways import BATCHED, EAGER, GROUPED, KT, OURS, WIDENED, Block, Kt, Shape, choices, compared
+from benchmarks.limits import memory_read_gbps
 from benchmarks.report import Bar, Report, spread
-from overspill import _kernels
 from overspill.machine.cpu_experts import INSTRUCTION_SET_VARIABLE, instruction_set
 from overspill.machine.cpus import usable_cpus
 
@@ -159,13 +159,8 @@ def _row(scale: Scale, blocks: Sequence[Block], kt: Kt | None, tokens: int) -> d
 
 def _read_gbps(block: Block, number: int) -> float:
     """What memory gives the same threads, over one eighth of the block after the other."""
-    path = _kernels.path_named(instruction_set())
-    assert path is not None
-    nbytes = block.memory.numel() // 8 // 64 * 64
     time.sleep(PAUSE_S)
-    begun = time.perf_counter()
-    _kernels.read_memory(path, block.memory.data_ptr() + number % 8 * nbytes, nbytes, usable_cpus())
-    return nbytes / (time.perf_counter() - begun) / 1e9
+    return memory_read_gbps(block.memory.chunk(8)[number % 8])
 
 
 def _rows_with(environment: dict[str, str], size: str) -> list[dict[str, Any]]:
