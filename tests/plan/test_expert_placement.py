@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from emulated_runs import planned
+from emulated_runs import CONTEXT, emulated, mapped, settings_for
 from overspill.errors import ConfigError, UnsupportedModelError
 from overspill.model.experts import expert_blocks
-from overspill.plan import Access, Plan, Tier
+from overspill.model.weights import ModelMap
+from overspill.plan import Access, Plan, Tier, make_plan
 from tiny_models import MakeTiny
+
+
+@cache
+def model_of(folder: Path, dtype: str = "auto") -> ModelMap:
+    """Mapped once: planning changes nothing in it."""
+    return mapped(folder, dtype)
+
+
+def planned(folder: Path, document: dict[str, Any] | None = None) -> Plan:
+    return make_plan(model_of(folder), settings_for(document), emulated(), context_tokens=CONTEXT)
 
 
 def rules(*overrides: tuple[str, str], **placement: Any) -> dict[str, Any]:
@@ -171,10 +184,7 @@ def test_what_is_not_on_disk_as_it_is_computed_with_does_not_stream_from_there(t
     assert planned(tiny("qwen3_moe"), stream(slots=7, tier="disk")).on(Tier.DISK)
     with pytest.raises(ConfigError, match='"policy" is "cpu" and "tier" is "disk"'):
         planned(tiny("qwen3_moe"), stream(slots=7, tier="disk", policy="cpu"))
-    from emulated_runs import CONTEXT, emulated, mapped, settings_for
-    from overspill.plan import make_plan
-
-    model = mapped(tiny("qwen3_moe"), "bfloat16")
+    model = model_of(tiny("qwen3_moe"), "bfloat16")
     with pytest.raises(ConfigError, match=r"gate_up_proj is torch\.float32, so it does not lie on disk as"):
         make_plan(model, settings_for(stream(slots=7, tier="disk")), emulated(), context_tokens=CONTEXT)
 
