@@ -15,7 +15,8 @@ from overspill.checkpoint import Extent
 from overspill.errors import CheckpointError
 from overspill.model.experts import expert_blocks
 from overspill.model.sources import Extents
-from overspill.offload.expert_sources import DiskSource, extents_of
+from overspill.offload.expert_sources import DiskSource
+from overspill.offload.fetches import DiskReads, runs_of, extents_of
 from overspill.offload.loader import fill
 from overspill.plan.slots import Slots
 from overspill.plan.staging import READ_BUFFERS
