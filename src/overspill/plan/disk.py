@@ -136,37 +136,44 @@ def candidates(model: ModelMap, free: Sequence[Weight]) -> list[Weight]:
 def ring_from_disk(weights: Sequence[Weight], layers_of: LayersOf, excess: int) -> tuple[Ring, str] | None:
     """A ring that frees `excess` bytes net of its own buffers, and a line about it; None where none frees so much.
 
-    Weights are taken from the layer that has given least so far, its largest first.
+    Weights are taken from the layer that has given least so far, its largest first. A ring of one buffer, which cannot
+    read while its layer runs, is the last resort.
     """
+    for least_step in (2, 1):
+        taken: list[Weight] = []
+        total = 0
+        for weight in _evenly(weights):
+            taken.append(weight)
+            total += weight.nbytes
+            if total <= excess:
+                continue
+            layers = tuple(replace(layer, tier=Tier.DISK) for layer in layers_of(taken))
+            for ring in _rings(layers, least_step):
+                if ring.nbytes - ring.pool_bytes >= excess:
+                    return ring, (
+                        f"memory: {len(taken)} weights, {format_bytes(total)}, stay in the checkpoint and are read "
+                        f"each step, through {ring.step} buffers of {format_bytes(ring.buffer_bytes)}"
+                    )
+    return None
+
+
+def _evenly(weights: Sequence[Weight]) -> Iterator[Weight]:
     waiting: dict[tuple[str | None, int | None], list[Weight]] = {}
     for weight in sorted(weights, key=lambda w: w.nbytes):
         waiting.setdefault((weight.name.stack, weight.name.layer), []).append(weight)
     given = dict.fromkeys(waiting, 0)
-    taken: list[Weight] = []
-    total = 0
     while any(waiting.values()):
         layer = min((key for key in waiting if waiting[key]), key=lambda key: given[key])
         weight = waiting[layer].pop()
-        taken.append(weight)
         given[layer] += weight.nbytes
-        total += weight.nbytes
-        if total <= excess:
-            continue
-        layers = tuple(replace(layer, tier=Tier.DISK) for layer in layers_of(taken))
-        ring = next((r for r in _rings(layers) if r.nbytes - r.pool_bytes >= excess), None)
-        if ring is not None:
-            return ring, (
-                f"memory: {len(taken)} weights, {format_bytes(total)}, stay in the checkpoint and are read each step, "
-                f"through {ring.step} buffers of {format_bytes(ring.buffer_bytes)}"
-            )
-    return None
+        yield weight
 
 
-def _rings(layers: tuple[RingLayer, ...]) -> Iterator[Ring]:
+def _rings(layers: tuple[RingLayer, ...], least_step: int) -> Iterator[Ring]:
     """As many buffers as keep AHEAD_BYTES on their way beside the layer that runs, then fewer."""
     largest = max(layer.nbytes for layer in layers)
     wanted = 1 + max(1, -(-AHEAD_BYTES // largest))
-    for step in range(min(len(layers) - 1, wanted), 0, -1):
+    for step in range(min(len(layers) - 1, wanted), least_step - 1, -1):
         yield Ring(layers, step)
 
 
