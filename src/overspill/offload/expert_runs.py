@@ -80,7 +80,7 @@ def run_experts(
         if staging.expert_bytes:
             memory = blocks["staging"].data[staging.cpu_bytes : staging.cpu_bytes + staging.expert_bytes]
             buffers = memory.split(slots.slot_bytes)
-        source = DiskSource(DiskReads(device, buffers))
+        source = DiskSource(DiskReads(device, buffers, plan.model.stamps))
     else:
         source = HostSource(device, hosts)
     help_ = None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from overspill.checkpoint import Extent
+from overspill.checkpoint import Extent, FileStamp, verify_untouched
 from overspill.machine.device import Device, Transfer
 from overspill.machine.reads import FileReader
 from overspill.model.sources import Extents
@@ -59,10 +60,12 @@ class DiskReads:
     """Reads runs of files into device memory: through `buffers` of host memory, or straight where there are none.
 
     Each buffer holds the largest region; they are used in turn. Without them the device's memory is the host's own. The
-    reading is past the page cache, by threads of its own. One thread asks.
+    reading is past the page cache, by threads of its own. One thread asks. A file that is not as `stamps` say any more
+    fails the read.
     """
 
-    def __init__(self, device: Device, buffers: Sequence[torch.Tensor]) -> None:
+    def __init__(self, device: Device, buffers: Sequence[torch.Tensor], stamps: Mapping[Path, FileStamp]) -> None:
+        self._stamps = stamps
         self._device = device
         self._buffers = buffers
         self._reader = FileReader()
@@ -87,6 +90,8 @@ class DiskReads:
         return fetch
 
     def _read(self, regions: Sequence[Region]) -> list[Transfer]:
+        files = {run.file for region in regions for run in region.runs}
+        verify_untouched({file: self._stamps[file] for file in files if file in self._stamps})
         pieces: list[tuple[Extent, memoryview]] = []
         for region in regions:
             into = byte_view(region.memory)
@@ -122,8 +127,9 @@ class DiskFetch(Fetch):
 
 
 def _end(threads: ThreadPoolExecutor, reader: FileReader) -> None:
-    threads.shutdown()
-    reader.close()
+    """No read is under way: each one holds what ends here. The last to let go may be one of the threads."""
+    threads.submit(reader.close)
+    threads.shutdown(wait=False)
 
 
 def runs_of(source: Extents, begin: int, end: int, at: int = 0) -> list[Extent]:

@@ -149,7 +149,8 @@ def _lay_out(
     reads = None
     if ring.on(Tier.DISK):
         nbytes = plan.staging.layer_bytes
-        reads = DiskReads(device, blocks["staging"].data[-nbytes:].split(ring.buffer_bytes) if nbytes else ())
+        buffers = blocks["staging"].data[-nbytes:].split(ring.buffer_bytes) if nbytes else ()
+        reads = DiskReads(device, buffers, plan.model.stamps)
     source = LayerSource(device, ring.layers, layer_host, reads)
     return blocks, targets, Prefetcher(ring, blocks["buffer_pool"].data, source, device, poison=debug)
 
