@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -202,13 +203,14 @@ def test_a_file_cut_short_fails_the_pass_and_a_later_one_works(tiny: MakeTiny, t
     file = tmp_path / "model.safetensors"
     reference, _, _ = forward(placed(tmp_path), PROMPT)
     model = placed(tmp_path, extension(expert_stream={"slots": 8, "tier": "disk"}))
-    content = file.read_bytes()
+    content, times = file.read_bytes(), (file.stat().st_atime_ns, file.stat().st_mtime_ns)
     with file.open("r+b") as opened:
         opened.truncate(len(content) // 3)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors ends at byte"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors changed since its header was read \(size"):
         forward(model, PROMPT)
     with file.open("r+b") as opened:
         opened.write(content)
+    os.utime(file, ns=times)
     logits, _, _ = forward(model, PROMPT)
     assert torch.equal(logits, reference), "no slot is believed to hold what never came"
     assert model.experts.stream is not None

@@ -15,9 +15,10 @@ from overspill.checkpoint import Extent
 from overspill.errors import CheckpointError
 from overspill.model.experts import expert_blocks
 from overspill.model.sources import Extents
-from overspill.offload.expert_sources import DiskSource, extents_of
+from overspill.offload.expert_sources import DiskSource
+from overspill.offload.fetches import DiskReads, runs_of
 from overspill.offload.loader import fill
-from overspill.plan.slots import Slots
+from overspill.plan.slots import Slots, part_span
 from overspill.plan.staging import READ_BUFFERS
 from overspill.plan.tiers import Tier
 from tiny_models import TINY, MakeTiny
@@ -35,7 +36,7 @@ def test_an_experts_runs_are_its_bytes_in_order(pieces: list[tuple[int, int, int
     byte_of = [(e.file, e.offset + i) for e in extents for i in range(e.length)]
     nbytes = at // experts
     for expert in range(experts):
-        runs = extents_of(Extents(tuple(extents), torch.uint8), expert, nbytes)
+        runs = runs_of(Extents(tuple(extents), torch.uint8), expert * nbytes, (expert + 1) * nbytes)
         read = {run.at + i: (run.file, run.offset + i) for run in runs for i in range(run.length)}
         assert [read[i] for i in range(nbytes)] == byte_of[expert * nbytes : (expert + 1) * nbytes]
         assert sum(run.length for run in runs) == nbytes
@@ -53,21 +54,19 @@ def test_many_experts_at_once_arrive_as_they_lie_in_the_files(name: str, tiny: M
     fill(whole, model, device)
     slots = Slots((block,), block.experts, "fetch", Tier.DISK)
     staging = device.allocate_host(READ_BUFFERS * slots.slot_bytes, pinned=False).data
-    source = DiskSource(device, staging, slots.slot_bytes)
+    source = DiskSource(DiskReads(device, staging.split(slots.slot_bytes), {}))
     rounds = [expert for _ in range(3) for expert in range(block.experts)]
     rooms = []
     for expert in rounds:
-        room = {
-            attribute: device.allocate(weight.nbytes // block.experts, "expert_slots").data
-            for attribute, weight in block.weights.items()
-        }
+        room = device.allocate(slots.slot_bytes, "expert_slots").data
         rooms.append((expert, room, source.start(block, expert, room)))
     for expert, room, fetch in rooms:
         fetch.wait()
         assert fetch.settle()
         for attribute, weight in block.weights.items():
-            assert torch.equal(room[attribute].view(weight.dtype).view(weight.shape[1:]), whole[weight.full][expert])
-    assert source.bytes_read >= len(rounds) * block.expert_bytes
+            part = room[part_span(block, attribute, expert)].view(weight.dtype).view(weight.shape[1:])
+            assert torch.equal(part, whole[weight.full][expert])
+    assert source.reads.bytes_read >= len(rounds) * block.expert_bytes
 
 
 def test_a_read_that_fails_is_told_to_the_one_who_waits(tmp_path: Path) -> None:
@@ -76,13 +75,10 @@ def test_a_read_that_fails_is_told_to_the_one_who_waits(tmp_path: Path) -> None:
     slots = Slots((block,), block.experts, "fetch", Tier.DISK)
     device = emulated()
     staging = device.allocate_host(READ_BUFFERS * slots.slot_bytes, pinned=False).data
-    source = DiskSource(device, staging, slots.slot_bytes)
+    source = DiskSource(DiskReads(device, staging.split(slots.slot_bytes), {}))
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(2000)
-    room = {
-        attribute: device.allocate(weight.nbytes // block.experts, "expert_slots").data
-        for attribute, weight in block.weights.items()
-    }
+    room = device.allocate(slots.slot_bytes, "expert_slots").data
     fetches = [source.start(block, 1, room) for _ in range(2 * READ_BUFFERS)]
     for fetch in fetches:
         with pytest.raises(CheckpointError, match=r"model\.safetensors ends at byte 2000"):

@@ -2,7 +2,7 @@
 
 from overspill.checkpoint.locate import open_checkpoint
 from overspill.checkpoint.records import Checkpoint, Encoding, Extent, TensorRecord
-from overspill.checkpoint.stamp import FileStamp, file_stamp, stamps, verify_unchanged
+from overspill.checkpoint.stamp import FileStamp, file_stamp, stamps, verify_unchanged, verify_untouched
 
 __all__ = [
     "Checkpoint",
@@ -14,4 +14,5 @@ __all__ = [
     "open_checkpoint",
     "stamps",
     "verify_unchanged",
+    "verify_untouched",
 ]

@@ -119,6 +119,13 @@ SHARED: dict[str, tuple[Any, Any]] = {
         Annotated[str | None, _engine("Device memory that may be used: a size as 512MiB, or GiB.", metavar="SIZE")],
         None,
     ),
+    "memory_limit": (
+        Annotated[
+            str | None,
+            _engine("Host memory for weights, buffers and KV cache: a size as 8GiB, or GiB.", metavar="SIZE"),
+        ],
+        None,
+    ),
     "link_bandwidth": (
         Annotated[str | None, _engine("The emulated link's bandwidth, as 16GB/s.", metavar="SIZE/s")],
         None,
@@ -195,6 +202,8 @@ class Shared:
         fields = {
             "device": values["device"],
             "device_memory_bytes": memory and parse_bytes(memory, bare="GiB", field="device_memory"),
+            "memory_limit_bytes": values["memory_limit"]
+            and parse_bytes(values["memory_limit"], bare="GiB", field="memory_limit"),
             "link_bandwidth": values["link_bandwidth"],
             "link_latency_s": values["link_latency"],
             **{name: values[name] for name in ("dtype", "max_model_len", "max_num_seqs", "revision", "seed", "debug")},

@@ -205,7 +205,7 @@ def _slot_state(experts: ExpertRuns) -> SlotState | None:
 def _read_bytes(experts: ExpertRuns) -> int:
     """From files, for streamed experts."""
     source = experts.stream.source if experts.stream is not None else None
-    return source.bytes_read if isinstance(source, DiskSource) else 0
+    return source.reads.bytes_read if isinstance(source, DiskSource) else 0
 
 
 def _expert_uses(experts: ExpertRuns) -> tuple[ExpertUse, ...]:

@@ -100,6 +100,9 @@ class EngineSettings(Frozen):
     kv_cache_memory_bytes: (
         Annotated[int, _text(parse_bytes, "kv_cache_memory_bytes"), Field(gt=0, strict=True)] | None
     ) = Field(default=None, description="bytes of a server's KV cache; absent is what requests need or the device has")
+    memory_limit_bytes: Annotated[int, _text(parse_bytes, "memory_limit_bytes"), Field(gt=0, strict=True)] | None = (
+        Field(default=None, description="host bytes for weights, buffers and KV cache; absent is what there is")
+    )
     revision: str | None = Field(default=None, description="branch, tag or commit of a hub model")
     seed: int = Field(default=0, ge=0, lt=2**63, strict=True, description="seed of sampling")
     trust_remote_code: bool = Field(default=False, strict=True, description="whether a model may bring code of its own")

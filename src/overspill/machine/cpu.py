@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -22,7 +23,9 @@ class CpuDevice(Device):
     unified = True
     link = None
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        """At most `limit_bytes` are used, whatever the machine has."""
+        self._limit_bytes = sys.maxsize if limit_bytes is None else limit_bytes
         self.traffic = LinkTraffic()
         self._held: Counter[str] = Counter()
 
@@ -32,7 +35,7 @@ class CpuDevice(Device):
 
     @property
     def memory_bytes(self) -> int:
-        return host_available_bytes() + sum(self._held.values())
+        return min(self._limit_bytes, host_available_bytes() + sum(self._held.values()))
 
     def allocate(self, nbytes: int, purpose: str) -> Block:
         data = map_memory(nbytes)

@@ -46,4 +46,4 @@ def select_device(settings: EngineSettings) -> Device:
             f'"device_memory_bytes" is {limit}, but there is no GPU, and the CPU computes in host memory',
             hint="use --device emulated, or take the limit away",
         )
-    return CpuDevice()
+    return CpuDevice(settings.memory_limit_bytes)

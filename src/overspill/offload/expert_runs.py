@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from overspill.machine.arena import Block
 from overspill.machine.device import Device
 from overspill.offload.expert_costs import measure_costs
 from overspill.offload.expert_sources import DiskSource, ExpertSource, HostSource
+from overspill.offload.fetches import DiskReads
 from overspill.offload.in_place import CpuSide, InPlaceExperts, SharedAhead, cpu_kernel
 from overspill.offload.ledger import ExpertEntry
 from overspill.offload.stream import CpuHelp, ExpertStream, StreamedExperts
@@ -74,8 +75,12 @@ def run_experts(
         return ExpertRuns(tuple(in_place))
     source: ExpertSource
     if slots.tier is Tier.DISK:
-        buffers = blocks["staging"].data[plan.staging.cpu_bytes :] if plan.staging.read_bytes else None
-        source = DiskSource(device, buffers, slots.slot_bytes)
+        staging = plan.staging
+        buffers: Sequence[torch.Tensor] = ()
+        if staging.expert_bytes:
+            memory = blocks["staging"].data[staging.cpu_bytes : staging.cpu_bytes + staging.expert_bytes]
+            buffers = memory.split(slots.slot_bytes)
+        source = DiskSource(DiskReads(device, buffers, plan.model.stamps))
     else:
         source = HostSource(device, hosts)
     help_ = None

@@ -158,9 +158,11 @@ def _entry(
     name, nbytes = placement.weight.full, tensor.numel() * tensor.element_size()
     if tensor.device.type == "meta":
         return Entry(name, Tier.DISK, runs or Access.RESIDENT, nbytes, 0)
-    if host is None or not _inside(host, blocks["host"]):
-        return Entry(name, Tier.DEVICE, Access.RESIDENT, nbytes, tensor.data_ptr())
     in_ring = "buffer_pool" in blocks and _inside(tensor, blocks["buffer_pool"])
+    if host is None or not _inside(host, blocks["host"]):
+        if in_ring:
+            return Entry(name, Tier.DISK, Access.PREFETCH, nbytes, tensor.data_ptr())
+        return Entry(name, Tier.DEVICE, Access.RESIDENT, nbytes, tensor.data_ptr())
     access = runs or (Access.PREFETCH if in_ring else Access.ZERO_COPY)
     return Entry(name, Tier.HOST, access, nbytes, tensor.data_ptr(), host.data_ptr())
 
@@ -182,14 +184,17 @@ def _fault(
         return f"{nbytes} bytes of {tensor.dtype}, planned {weight.nbytes} of {weight.dtype}"
     if access in (Access.IN_PLACE, Access.STREAM) and runs is not access:
         return f"nothing computes its experts as planned ({access})"
-    if (tensor.device.type == "meta") is not (placement.tier is Tier.DISK):
-        on_disk = placement.tier is Tier.DISK
+    on_disk = placement.tier is Tier.DISK
+    if (tensor.device.type == "meta") is not (on_disk and access is Access.STREAM):
         return "in memory, and planned to stay on disk" if on_disk else "still on the meta device, without a value"
-    if weight.nbytes == 0 or placement.tier is Tier.DISK:
+    if weight.nbytes == 0 or tensor.device.type == "meta":
         return None
     if access is Access.RESIDENT:
         return None if _inside(tensor, blocks["weights"]) else "not in the device's weight block"
     host = hosts.get(weight.full)
+    if on_disk:
+        in_place = host is None and tensor.data_ptr() == slots[weight.full]
+        return None if in_place else "not at its place in its ring buffer, or with a host copy"
     if host is None or not _inside(host, blocks["host"]):
         return "its host copy is not in the host block"
     if access is Access.ZERO_COPY:

@@ -17,9 +17,10 @@ from overspill.machine.device import Device
 from overspill.model.hf import rebuild_buffers
 from overspill.model.hf_experts import IMPLEMENTATION, install, set_experts_implementation
 from overspill.offload.expert_runs import ExpertRuns, run_experts
+from overspill.offload.fetches import DiskReads
 from overspill.offload.ledger import Ledger, take_ledger
 from overspill.offload.loader import Progress, assign, fill
-from overspill.offload.prefetch import Prefetcher, offsets
+from overspill.offload.prefetch import LayerSource, Prefetcher, offsets
 from overspill.plan import Access, Plan, Tier
 
 logger = logging.getLogger("overspill")
@@ -125,28 +126,33 @@ def _lay_out(
         blocks["expert_slots"] = device.allocate(plan.slots.pool_bytes, "expert_slots")
     if plan.memory.staging_bytes:
         blocks["staging"] = device.allocate_host(plan.memory.staging_bytes, pinned=plan.pinned)
-    prefetcher = None
     ring = plan.ring
-    ring_weights = [weight for layer in ring.layers for weight in layer.weights] if ring is not None else []
-    in_ring = {weight.full for weight in ring_weights}
-    on_host = [*ring_weights, *(p.weight for p in plan.on(Tier.HOST) if p.weight.full not in in_ring)]
-    if on_host:
+    layers = ring.layers if ring is not None else ()
+    in_ring = {weight.full for layer in layers for weight in layer.weights}
+    host_layers = {index: layer for index, layer in enumerate(layers) if layer.tier is Tier.HOST}
+    outside = [p.weight for p in plan.on(Tier.HOST) if p.weight.full not in in_ring]
+    layer_host: dict[int, torch.Tensor] = {}
+    if on_host := [*(weight for layer in host_layers.values() for weight in layer.weights), *outside]:
         nbytes = packed_bytes(weight.nbytes for weight in on_host)
         blocks["host"] = device.allocate_host(nbytes, pinned=plan.pinned)
         host_arena = Arena(blocks["host"])
-        if ring is not None:
-            blocks["buffer_pool"] = device.allocate(ring.pool_bytes, "buffer_pool")
-            layer_host = []
-            for layer in ring.layers:
-                start = host_arena.used_bytes
-                for weight in layer.weights:
-                    targets[weight.full] = host_arena.take(weight.shape, weight.dtype)
-                layer_host.append(blocks["host"].data[start : start + layer.nbytes])
-            prefetcher = Prefetcher(ring, blocks["buffer_pool"].data, layer_host, device, poison=debug)
-        for weight in on_host:
-            if weight.full not in in_ring:
+        for index, layer in host_layers.items():
+            start = host_arena.used_bytes
+            for weight in layer.weights:
                 targets[weight.full] = host_arena.take(weight.shape, weight.dtype)
-    return blocks, targets, prefetcher
+            layer_host[index] = blocks["host"].data[start : start + layer.nbytes]
+        for weight in outside:
+            targets[weight.full] = host_arena.take(weight.shape, weight.dtype)
+    if ring is None:
+        return blocks, targets, None
+    blocks["buffer_pool"] = device.allocate(ring.pool_bytes, "buffer_pool")
+    reads = None
+    if ring.on(Tier.DISK):
+        nbytes = plan.staging.layer_bytes
+        buffers = blocks["staging"].data[-nbytes:].split(ring.buffer_bytes) if nbytes else ()
+        reads = DiskReads(device, buffers, plan.model.stamps)
+    source = LayerSource(device, ring.layers, layer_host, reads)
+    return blocks, targets, Prefetcher(ring, blocks["buffer_pool"].data, source, device, poison=debug)
 
 
 def _say(plan: Plan, ledger: Ledger) -> None:

@@ -7,14 +7,20 @@ never an answer.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from overspill.checkpoint import Extent
+from overspill.errors import CheckpointError
 from overspill.machine.arena import aligned_bytes, cut
-from overspill.machine.device import Device, Transfer
+from overspill.machine.device import Device
+from overspill.model.sources import Extents
+from overspill.offload.fetches import DiskReads, Fetch, HostFetch, Region, runs_of
 from overspill.plan import Ring, RingLayer
 from overspill.plan.ring import buffer_of, next_index
 
@@ -23,30 +29,64 @@ POISON_BYTE = 0xFF  # NaN in every float dtype
 
 @dataclass
 class RingBuffer:
-    """One device buffer. `holds` is the ring layer whose bytes are there, or on their way by `transfer`."""
+    """One device buffer. `holds` is the ring layer whose bytes are there, or on their way by `fetch`."""
 
     data: torch.Tensor
     holds: int | None = None
-    transfer: Transfer | None = None
+    fetch: Fetch | None = None
 
 
-class Prefetcher:
-    """Runs a ring over `model`'s layers; `pool` and `host` are the ring's device and host bytes, and owned by blocks.
+class LayerSource:
+    """Where a ring's layers come from. One thread asks.
 
-    `layer_host[i]` is uint8 [layers[i].nbytes], laid out as the buffer is. With `poison` a released buffer is filled
-    with NaN before its next copy starts, so that a late reader cannot go unnoticed.
+    `layer_host[i]`, uint8 [layers[i].nbytes], is laid out as the buffer is; a layer without one is read from its files
+    by `reads`.
     """
 
     def __init__(
-        self, ring: Ring, pool: torch.Tensor, layer_host: list[torch.Tensor], device: Device, *, poison: bool
+        self,
+        device: Device,
+        layers: Sequence[RingLayer],
+        layer_host: Mapping[int, torch.Tensor],
+        reads: DiskReads | None,
     ) -> None:
+        self.reads = reads
+        self._device = device
+        self._layer_host = layer_host
+        self._runs = {index: _layer_runs(layer) for index, layer in enumerate(layers) if index not in layer_host}
+
+    def start(self, index: int, buffer: torch.Tensor) -> Fetch:
+        """Begin to fill `buffer`, uint8 [layer's bytes] of device memory, with ring layer `index`."""
+        if index in self._layer_host:
+            return HostFetch([self._device.transfer(buffer, self._layer_host[index])])
+        assert self.reads is not None
+        return self.reads.start([Region(self._runs[index], buffer)])
+
+
+def _layer_runs(layer: RingLayer) -> list[Extent]:
+    runs = []
+    for weight, offset in zip(layer.weights, offsets(layer), strict=True):
+        assert isinstance(weight.source, Extents)
+        runs += runs_of(weight.source, 0, weight.nbytes, offset)
+    return runs
+
+
+class Prefetcher:
+    """Runs a ring over `model`'s layers; `pool` is the ring's device memory, and owned by its block.
+
+    With `poison` a released buffer is filled with NaN before its next copy starts, so that a late reader cannot go
+    unnoticed.
+    """
+
+    def __init__(self, ring: Ring, pool: torch.Tensor, source: LayerSource, device: Device, *, poison: bool) -> None:
         size = ring.buffer_bytes
         self.ring = ring
         self.device = device
         self.poison = poison
-        self.layer_host = layer_host
+        self.source = source
         self.buffers = [RingBuffer(pool[i * size : (i + 1) * size]) for i in range(ring.step)]
         self.out_of_turn = 0
+        self.stall_s = 0.0
         self._hooks: list[Any] = []
 
     def view(self, index: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -77,13 +117,15 @@ class Prefetcher:
         buffer = self._buffer(index)
         if buffer.holds == index:
             return
-        if buffer.transfer is not None:
-            buffer.transfer.wait()  # a copy that nobody came for
+        if buffer.fetch is not None:
+            buffer.fetch.settle()  # a copy that nobody came for
         layer = self.ring.layers[index]
         if self.poison:
             buffer.data.fill_(POISON_BYTE)
         buffer.holds = index
-        buffer.transfer = self.device.transfer(buffer.data[: layer.nbytes], self.layer_host[index])
+        with torch._C._DisableTorchDispatch():  # a slice of memory is no work of the device
+            room = buffer.data[: layer.nbytes]
+        buffer.fetch = self.source.start(index, room)
 
     def _before(self, index: int) -> Any:
         def wait(module: nn.Module, args: Any) -> None:
@@ -91,11 +133,23 @@ class Prefetcher:
             if buffer.holds != index:
                 self.out_of_turn += self.ring.look_ahead
                 self._start(index)
-            if buffer.transfer is not None:
-                buffer.transfer.wait()
-                buffer.transfer = None
+            if buffer.fetch is not None:
+                begun = time.perf_counter()
+                try:
+                    self._arrive(index)
+                except CheckpointError:  # perhaps it was read ahead in a pass that failed: can it be read now?
+                    self._start(index)
+                    self._arrive(index)
+                self.stall_s += time.perf_counter() - begun
 
         return wait
+
+    def _arrive(self, index: int) -> None:
+        buffer = self._buffer(index)
+        fetch, buffer.fetch, buffer.holds = buffer.fetch, None, None
+        assert fetch is not None
+        fetch.wait()
+        buffer.holds = index
 
     def _after(self, index: int) -> Any:
         def release(module: nn.Module, args: Any, output: Any) -> None:

@@ -20,17 +20,17 @@ import torch
 from torch import nn
 
 from overspill.errors import CheckpointError
-from overspill.machine.arena import ALIGNMENT
 from overspill.machine.cpu_experts import CpuExperts
 from overspill.machine.device import Device
 from overspill.model.experts import ExpertBlock
 from overspill.model.hf_experts import original_forward, weights_from
 from overspill.offload.expert_costs import ExpertCosts, split
 from overspill.offload.expert_slots import Admission, ExpertSlots, Key, SlotCounts
-from overspill.offload.expert_sources import ExpertSource, Fetch, Parts
+from overspill.offload.expert_sources import ExpertSource
+from overspill.offload.fetches import Fetch
 from overspill.offload.in_place import BlockUse, CpuSide
 from overspill.plan import Access
-from overspill.plan.slots import SWEEP_SLOTS, Slots, part_offsets
+from overspill.plan.slots import SWEEP_SLOTS, Slots, part_span
 
 _PROMOTED = 2
 """So many experts that the CPU computed are brought into slots after a block, at the most."""
@@ -60,9 +60,8 @@ class ExpertStream:
         self.source = source
         self.help = help_
         self.cache = ExpertSlots(slots.count)
-        self._rooms = list(pool.split(slots.slot_bytes))
+        self._rooms: list[torch.Tensor] = list(pool.split(slots.slot_bytes))
         self._arriving: dict[Key, Fetch] = {}
-        self._offsets = [part_offsets(block) for block in slots.blocks]
 
     @property
     def counts(self) -> SlotCounts:
@@ -77,22 +76,16 @@ class ExpertStream:
             made.append(StreamedExperts(self, number, block, model.get_submodule(block.path), router, after))
         return made
 
-    def parts(self, number: int, expert: int, room: int) -> Parts:
-        """Where `expert` of block `number` has its bytes in a slot: at the address modulo 64 of a resident one."""
-        found = {}
-        base = self._rooms[room]
-        for attribute, weight in self.slots.blocks[number].weights.items():
-            nbytes = weight.nbytes // self.slots.blocks[number].experts
-            begin = self._offsets[number][attribute] + expert * nbytes % ALIGNMENT
-            found[attribute] = base[begin : begin + nbytes]
-        return found
+    def room(self, number: int) -> torch.Tensor:
+        """The bytes of slot `number`."""
+        return self._rooms[number]
 
     def bring(self, key: Key, room: int) -> Fetch:
         """Begin to fill slot `room` with an expert."""
         number, expert = key
         block = self.slots.blocks[number]
         self.counts.bytes += block.expert_bytes
-        return self.source.start(block, expert, self.parts(number, expert, room))
+        return self.source.start(block, expert, self._rooms[room])
 
     def admit(self, key: Key, keep: set[Key], *, only_if_better: bool = False) -> bool:
         """Bring an expert into the cache, if there is a slot for it."""
@@ -246,7 +239,9 @@ class StreamedExperts:
             with weights_from(self._module, tables):
                 return self._loop(hidden, index, weights)
 
-    def view(self, attribute: str, part: torch.Tensor) -> torch.Tensor:
+    def view(self, attribute: str, expert: int, room: torch.Tensor) -> torch.Tensor:
+        """One weight of `expert` in the slot that holds it."""
+        part = room[part_span(self.block, attribute, expert)]
         return part.view(self.block.weights[attribute].dtype).view(self._shapes[attribute])
 
 
@@ -263,14 +258,14 @@ class _Reader:
         self._streamed: dict[int, tuple[int, Fetch]] = {}
         self._started = 0
         self._current: int | None = None
-        self._parts: Parts = {}
+        self._room: torch.Tensor = block.stream.room(0)
         for _ in range(SWEEP_SLOTS):
             self._start()
 
     def __call__(self, attribute: str, expert: int) -> torch.Tensor:
         if expert != self._current:
             self._turn_to(expert)
-        return self._block.view(attribute, self._parts[attribute])
+        return self._block.view(attribute, expert, self._room)
 
     def __enter__(self) -> Self:
         return self
@@ -295,7 +290,7 @@ class _Reader:
         else:
             room = stream.cache.slot((number, expert))
             stream.arrived((number, expert))
-        self._parts = stream.parts(number, expert, room)
+        self._room = stream.room(room)
 
     def _start(self) -> None:
         if self._waiting:

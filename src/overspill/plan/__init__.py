@@ -1,7 +1,8 @@
 """Where each weight goes."""
 
-from overspill.plan.placement import Placement, Plan, Ring, RingLayer
+from overspill.plan.placement import Placement, Plan
 from overspill.plan.planner import make_plan, refuse_device
+from overspill.plan.ring import Ring, RingLayer
 from overspill.plan.slots import Slots
 from overspill.plan.tiers import Access, Tier
 

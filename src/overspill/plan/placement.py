@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from overspill.machine.arena import packed_bytes
 from overspill.machine.device import Link
 from overspill.model.experts import ExpertBlock
 from overspill.model.weights import ModelMap, Weight
-from overspill.plan.ring import buffer_of
+from overspill.plan.ring import Ring
 from overspill.plan.slots import Slots
 from overspill.plan.staging import Staging
 from overspill.plan.tiers import Access, Tier
@@ -22,61 +21,6 @@ class Placement:
     tier: Tier
     access: Access
     reason: str
-
-
-@dataclass(frozen=True)
-class RingLayer:
-    """A layer whose host weights are copied as one run of bytes; `weights` lie in it in this order, 64-byte aligned."""
-
-    stack: str
-    number: int
-    weights: tuple[Weight, ...]
-
-    @property
-    def path(self) -> str:
-        return f"{self.stack}.{self.number}"
-
-    @property
-    def nbytes(self) -> int:
-        return packed_bytes(weight.nbytes for weight in self.weights)
-
-
-@dataclass(frozen=True)
-class Ring:
-    """`step` device buffers, each as large as the largest of `layers` (in the order in which they run).
-
-    With `look_ahead` False nothing is copied before the layer that needs it runs.
-    """
-
-    layers: tuple[RingLayer, ...]
-    step: int
-    look_ahead: bool = True
-
-    @property
-    def buffer_bytes(self) -> int:
-        return max(layer.nbytes for layer in self.layers)
-
-    @property
-    def pool_bytes(self) -> int:
-        return self.step * self.buffer_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Host bytes of all its layers."""
-        return sum(layer.nbytes for layer in self.layers)
-
-    @property
-    def copied(self) -> tuple[RingLayer, ...]:
-        """The layers that each pass copies. One that has a buffer to itself stays there once it has come."""
-        if not self.look_ahead:
-            return self.layers
-        users = Counter(buffer_of(index, self.step) for index in range(len(self.layers)))
-        return tuple(layer for i, layer in enumerate(self.layers) if users[buffer_of(i, self.step)] > 1)
-
-    @property
-    def pass_bytes(self) -> int:
-        """Bytes that cross the link in one pass over the model."""
-        return sum(layer.nbytes for layer in self.copied)
 
 
 @dataclass(frozen=True)
@@ -113,6 +57,7 @@ class StepForecast:
     `link_floor_s` is a floor, not a prediction: zero-copy adds it to the computing, prefetch overlaps with it.
     `in_place_bytes` are results of experts that the CPU computes. What streamed experts bring is no part of
     `link_bytes`: nothing where they are all in their slots; `stream_bytes` if any were as likely as any other.
+    `disk_bytes` is what layers on disk bring, on a device with a link part of `prefetch_bytes` as well.
     """
 
     tokens: int
@@ -120,6 +65,7 @@ class StepForecast:
     prefetch_bytes: int
     in_place_bytes: int
     stream_bytes: float
+    disk_bytes: int
     transfers: int
     link: Link | None
 
@@ -205,6 +151,7 @@ class Plan:
                 (self.backend, self.backend is not None),
                 ("experts on the CPU", self.placed),
                 ("expert slots", self.slots is not None),
+                ("layers from disk", self.ring is not None and self.ring.on(Tier.DISK)),
             )
             if there and word is not None
         )

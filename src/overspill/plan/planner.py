@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 
 from overspill.config import OffloadConfig, Settings, format_bytes
 from overspill.errors import ConfigError
@@ -14,11 +14,11 @@ from overspill.machine.memory import host_available_bytes
 from overspill.model.map import conversions
 from overspill.model.weights import ModelMap, Weight
 from overspill.plan.capacity import capacity_warnings, refuse_capacity
-from overspill.plan.experts import sized
+from overspill.plan.disk import Layout, within_memory
 from overspill.plan.placement import MemoryForecast, Placement, Plan, StepForecast
 from overspill.plan.policy import Choice, choose
 from overspill.plan.server_cache import server_cache_tokens, server_memory
-from overspill.plan.staging import staging_for
+from overspill.plan.staging import Staging, staging_for
 from overspill.plan.tiers import Access, Tier
 
 
@@ -53,19 +53,23 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
     zero_copy = pinned and not environment.disable_uva
     buffers_bytes = _rebuilt_buffer_bytes(model)
 
-    def chosen(offload: OffloadConfig) -> tuple[Choice, tuple[Placement, ...], MemoryForecast]:
-        choice = choose(model, offload, zero_copy=zero_copy, unified=device.unified)
-        moved = choice.experts.moved() | {name: (Tier.HOST, *rest) for name, rest in choice.moved.items()}
+    def lay_out(choice: Choice) -> Layout:
+        ring, experts = choice.ring, choice.experts
+        moved = experts.moved() | {name: (Tier.HOST, *rest) for name, rest in choice.moved.items()}
+        for layer in ring.on(Tier.DISK) if ring is not None else ():
+            moved |= {w.full: (Tier.DISK, *moved[w.full][1:]) for w in layer.weights}
         placements = tuple(_place(weight, moved) for weight in model)
-        memory = _memory(model, placements, choice, buffers_bytes, device, settings, context_tokens)
-        if (slots := choice.experts.slots) is not None and not slots.count:
-            fitting, note = sized(slots, memory.available_device_bytes - memory.device_bytes)
-            experts = replace(choice.experts, slots=fitting, notes=(*choice.experts.notes, note))
-            choice = replace(choice, experts=experts)
-            memory = replace(memory, expert_slots_bytes=fitting.pool_bytes)
-        return choice, placements, memory
+        tokens = settings.engine.max_num_batched_tokens or context_tokens * settings.engine.max_num_seqs
+        staging = staging_for(experts.placed, experts.slots, ring, tokens, unified=device.unified)
+        memory = _memory(model, placements, choice, staging, buffers_bytes, device, settings)
+        return Layout(choice, placements, staging, memory)
 
-    choice, placements, memory = chosen(settings.offload)
+    def laid_out(offload: OffloadConfig) -> Layout:
+        choice = choose(model, offload, zero_copy=zero_copy, unified=device.unified)
+        return within_memory(model, offload, lay_out(choice), lay_out, unified=device.unified)
+
+    layout = laid_out(settings.offload)
+    choice, memory = layout.choice, layout.memory
     experts = choice.experts
     plan = Plan(
         model=model,
@@ -75,22 +79,20 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
         device_name=device.name,
         context_tokens=context_tokens,
         sequences=settings.engine.max_num_seqs,
-        placements=placements,
+        placements=layout.placements,
         ring=choice.ring,
         placed=experts.placed,
         slots=experts.slots,
-        staging=staging_for(
-            experts.placed, experts.slots, _pass_tokens(settings, context_tokens), unified=device.unified
-        ),
+        staging=layout.staging,
         pinned=pinned and device.kind == "cuda",
         memory=memory,
-        step=_step(placements, choice, settings.engine.max_num_seqs, device),
+        step=_step(layout, settings.engine.max_num_seqs, device),
         buffers_bytes=buffers_bytes,
         kv_cache_tokens=server_cache_tokens(memory, model.trace, settings.engine),
         notes=(*settings.notes, *experts.notes, *choice.notes, *_model_notes(model)),
         warnings=(*settings.warnings, *experts.warnings, *choice.warnings, *capacity_warnings(memory)),
     )
-    refuse_capacity(plan, settings, unified=device.unified, forecast=lambda offload: chosen(offload)[2])
+    refuse_capacity(plan, settings, unified=device.unified, forecast=lambda offload: laid_out(offload).memory)
     return plan
 
 
@@ -109,17 +111,17 @@ def _memory(
     model: ModelMap,
     placements: tuple[Placement, ...],
     choice: Choice,
+    staging: Staging,
     buffers_bytes: int,
     device: Device,
     settings: Settings,
-    context_tokens: int,
 ) -> MemoryForecast:
     sizes = {
         tier: packed_bytes(p.weight.nbytes for p in placements if p.tier is tier) for tier in (Tier.DEVICE, Tier.HOST)
     }
     traced = model.trace if model.trace.failure is None else None
     experts = choice.experts
-    staging = staging_for(experts.placed, experts.slots, _pass_tokens(settings, context_tokens), unified=device.unified)
+    limit = settings.engine.memory_limit_bytes
     memory = MemoryForecast(
         weights_bytes=sizes[Tier.DEVICE] + buffers_bytes,
         buffer_pool_bytes=choice.ring.pool_bytes if choice.ring is not None else 0,
@@ -129,26 +131,25 @@ def _memory(
         host_bytes=page_bytes(sizes[Tier.HOST]) if sizes[Tier.HOST] else 0,
         staging_bytes=staging.nbytes,
         available_device_bytes=device.memory_bytes,
-        available_host_bytes=host_available_bytes(),
+        available_host_bytes=min(host_available_bytes(), limit or sys.maxsize),
     )
     return server_memory(memory, traced, settings.engine) if traced is not None else memory
 
 
-def _pass_tokens(settings: Settings, context_tokens: int) -> int:
-    """The most tokens of a pass."""
-    return settings.engine.max_num_batched_tokens or context_tokens * settings.engine.max_num_seqs
-
-
-def _step(placements: tuple[Placement, ...], choice: Choice, tokens: int, device: Device) -> StepForecast:
-    zero_copy = [p.weight for p in placements if p.access is Access.ZERO_COPY]
-    ring, placed, slots = choice.ring, choice.experts.placed, choice.experts.slots
+def _step(layout: Layout, tokens: int, device: Device) -> StepForecast:
+    zero_copy = [p.weight for p in layout.placements if p.access is Access.ZERO_COPY]
+    ring, placed, slots = layout.choice.ring, layout.choice.experts.placed, layout.choice.experts.slots
+    linked = ring is not None and device.link is not None
     return StepForecast(
         tokens=tokens,
         zero_copy_bytes=sum(weight.step_bytes(tokens) for weight in zero_copy),
-        prefetch_bytes=ring.pass_bytes if ring is not None else 0,
+        prefetch_bytes=ring.pass_bytes if ring is not None and linked else 0,
         in_place_bytes=tokens * sum(b.hidden_size * next(iter(b.weights.values())).dtype.itemsize for b in placed),
         stream_bytes=slots.expected_bytes(tokens) if slots is not None else 0.0,
-        transfers=sum(w.step_reads for w in zero_copy) + (len(ring.copied) if ring is not None else 0) + len(placed),
+        disk_bytes=ring.disk_pass_bytes if ring is not None else 0,
+        transfers=sum(w.step_reads for w in zero_copy)
+        + (len(ring.copied) if ring is not None and linked else 0)
+        + len(placed),
         link=device.link,
     )
 

@@ -9,7 +9,7 @@ from overspill.config import OffloadConfig, closest, format_bytes, matches
 from overspill.errors import ConfigError
 from overspill.model.weights import ModelMap, Role, Weight
 from overspill.plan.experts import ExpertChoice, choose_experts
-from overspill.plan.placement import Ring, RingLayer
+from overspill.plan.ring import Ring, RingLayer
 from overspill.plan.tiers import Access
 
 
@@ -80,7 +80,7 @@ def _budget(model: ModelMap, free: Sequence[Weight], offload: OffloadConfig, ord
         notes[0] += f" (the last one overshoots it by {format_bytes(total - budget)})"
     if zero_copy:
         return Choice(moved, None, tuple(notes), tuple(warnings))
-    ring = Ring(_ring_layers(model, [w for w in eligible if w.full in moved]), step=1, look_ahead=False)
+    ring = Ring(ring_layers(model, [w for w in eligible if w.full in moved]), step=1, look_ahead=False)
     _refuse_no_saving(ring, "cpu_offload_gb without zero-copy", "a larger budget: weights of more than one layer")
     notes.append(
         "without zero-copy each layer's weights are copied when the layer runs, into one buffer, with no overlap"
@@ -126,7 +126,7 @@ def _prefetch(model: ModelMap, free: Sequence[Weight], offload: OffloadConfig) -
     if outside := [w.full for w in inside if w.read_outside and w.name.layer in chosen]:
         notes.append(f"read outside their layer, so resident: {', '.join(outside)}")
     kept = [w for w in inside if w.name.layer in chosen and w.name.layer not in repeated and not w.read_outside]
-    layers = _ring_layers(model, kept)
+    layers = ring_layers(model, kept)
     if not layers:
         raise ConfigError(
             f"prefetch can take no weight of the layers that the group rule names ({decoder.path} {chosen})"
@@ -187,7 +187,7 @@ def _layers_not_run_once(model: ModelMap, stack: str) -> set[int]:
     return {number for number in range(layers) if order.count(number) != 1}
 
 
-def _ring_layers(model: ModelMap, weights: Sequence[Weight]) -> tuple[RingLayer, ...]:
+def ring_layers(model: ModelMap, weights: Sequence[Weight]) -> tuple[RingLayer, ...]:
     """The weights by layer, in the order in which the layers run."""
     by_layer: dict[tuple[str, int], list[Weight]] = {}
     for weight in sorted(weights, key=lambda w: model.position(w)):

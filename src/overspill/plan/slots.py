@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -52,17 +51,17 @@ class Slots:
         return misses * sum(w.step_bytes(tokens) for block in self.blocks for w in block.weights.values())
 
 
-def part_offsets(block: ExpertBlock) -> Mapping[str, int]:
-    """Where in a slot each weight of an expert has its room, by the weight's attribute.
+def part_span(block: ExpertBlock, attribute: str, expert: int) -> slice:
+    """Where in a slot the bytes of one weight of an expert lie.
 
-    An expert starts within its room where it has the same address modulo 64 as in a resident stack of experts, since on
-    a CPU the bits of a product depend on that.
+    They start where they have the same address modulo 64 as in a resident stack of experts, since on a CPU the bits of
+    a product depend on that.
     """
-    offsets, at = {}, 0
-    for attribute, weight in block.weights.items():
-        offsets[attribute] = at
-        at += _part_bytes(weight.nbytes // block.experts)
-    return offsets
+    sizes = {name: weight.nbytes // block.experts for name, weight in block.weights.items()}
+    names = list(sizes)
+    room = sum(_part_bytes(sizes[name]) for name in names[: names.index(attribute)])
+    begin = room + expert * sizes[attribute] % ALIGNMENT
+    return slice(begin, begin + sizes[attribute])
 
 
 def _part_bytes(nbytes: int) -> int:

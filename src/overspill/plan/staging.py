@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from overspill.machine.arena import aligned_bytes
 from overspill.model.experts import ExpertBlock
+from overspill.plan.ring import Ring
 from overspill.plan.slots import Slots
 from overspill.plan.tiers import Tier
 
@@ -19,32 +20,41 @@ STAGED_SETS = 2
 READ_BUFFERS = 4
 """Experts that are read from disk, or wait for the link, at once."""
 
+LAYER_BUFFERS = 2
+"""Layers that are read from disk, or wait for the link, at once."""
+
 _WIDEST_BYTES = 4  # of a hidden state's element
 _INDEX_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Staging:
-    """How much of it: `cpu_bytes` for `rows` tokens on their way to the CPU, `read_bytes` for experts from disk."""
+    """How much of it: `cpu_bytes` for `rows` tokens on their way to the CPU; then `expert_bytes` and `layer_bytes`
+    for experts and ring layers that are read from disk."""
 
     rows: int = 0
     cpu_bytes: int = 0
-    read_bytes: int = 0
+    expert_bytes: int = 0
+    layer_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.cpu_bytes + self.read_bytes
+        return self.cpu_bytes + self.expert_bytes + self.layer_bytes
 
 
-def staging_for(placed: tuple[ExpertBlock, ...], slots: Slots | None, tokens: int, *, unified: bool) -> Staging:
+def staging_for(
+    placed: tuple[ExpertBlock, ...], slots: Slots | None, ring: Ring | None, tokens: int, *, unified: bool
+) -> Staging:
     """For passes of at most `tokens` tokens. What is read from disk for a `unified` device goes where it is used."""
-    rows = cpu_bytes = read_bytes = 0
+    rows = cpu_bytes = expert_bytes = layer_bytes = 0
     if blocks := computes_on_cpu(placed, slots):
         rows = min(STAGED_TOKENS, tokens)
         cpu_bytes = STAGED_SETS * 2 * sum(set_bytes(blocks, rows))
     if slots is not None and slots.tier is Tier.DISK and not unified:
-        read_bytes = READ_BUFFERS * slots.slot_bytes
-    return Staging(rows, cpu_bytes, read_bytes)
+        expert_bytes = READ_BUFFERS * slots.slot_bytes
+    if ring is not None and ring.on(Tier.DISK) and not unified:
+        layer_bytes = LAYER_BUFFERS * ring.buffer_bytes
+    return Staging(rows, cpu_bytes, expert_bytes, layer_bytes)
 
 
 def set_bytes(blocks: Iterable[ExpertBlock], rows: int) -> tuple[int, int]:
