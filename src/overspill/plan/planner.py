@@ -15,6 +15,7 @@ from overspill.model.map import conversions
 from overspill.model.weights import ModelMap, Weight
 from overspill.plan.capacity import capacity_warnings, refuse_capacity
 from overspill.plan.disk import Layout, within_memory
+from overspill.plan.experts import nothing_saved
 from overspill.plan.placement import MemoryForecast, Placement, Plan, StepForecast
 from overspill.plan.policy import Choice, choose
 from overspill.plan.server_cache import server_cache_tokens, server_memory
@@ -90,7 +91,13 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
         buffers_bytes=buffers_bytes,
         kv_cache_tokens=server_cache_tokens(memory, model.trace, settings.engine),
         notes=(*settings.notes, *experts.notes, *choice.notes, *_model_notes(model)),
-        warnings=(*settings.warnings, *experts.warnings, *choice.warnings, *capacity_warnings(memory)),
+        warnings=(
+            *settings.warnings,
+            *experts.warnings,
+            *([told] if experts.slots is not None and (told := nothing_saved(experts.slots)) is not None else []),
+            *choice.warnings,
+            *capacity_warnings(memory),
+        ),
     )
     refuse_capacity(plan, settings, unified=device.unified, forecast=lambda offload: laid_out(offload).memory)
     return plan
