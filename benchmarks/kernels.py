@@ -45,7 +45,7 @@ COLUMNS = (
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 ROTATION_BYTES = 2 << 30
 PAUSE_S = 0.06  # in which other ways' threads, which wait for work by spinning (kt-kernel: 50 ms), go to sleep
-ENOUGH_S = 20.0  # of one way in one row
+ENOUGH_S = 5.0  # of one way in one row
 AVX2_ONLY = {
     INSTRUCTION_SET_VARIABLE: "avx2",
     "ATEN_CPU_CAPABILITY": "avx2",
