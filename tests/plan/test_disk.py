@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -160,7 +159,12 @@ def test_what_is_read_in_place_needs_host_memory(document: dict[str, object], ti
         make_plan(mapped(tiny("llama")), settings, emulated(), context_tokens=CONTEXT)
 
 
-def test_a_ring_without_look_ahead_is_left_alone(tiny: MakeTiny) -> None:
-    plan = planned(tiny("llama"), {"uva": {"cpu_offload_gb": 1}}, DISABLE_UVA)
-    assert plan.ring is not None
-    assert not replace(plan.ring).on(Tier.DISK)
+def test_a_ring_without_look_ahead_needs_host_memory(tiny: MakeTiny) -> None:
+    """It copies when a layer runs; reading from disk only then would be slower than anything asked for."""
+    document = {"uva": {"cpu_offload_gb": 1}}
+    whole = planned(tiny("llama"), document, DISABLE_UVA)
+    assert whole.ring is not None
+    assert not whole.ring.on(Tier.DISK)
+    settings = settings_for(document, DISABLE_UVA, memory_limit_bytes=whole.memory.host_bytes - 1)
+    with pytest.raises(CapacityError, match="host memory"):
+        make_plan(mapped(tiny("llama")), settings, emulated(), context_tokens=CONTEXT)
