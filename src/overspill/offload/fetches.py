@@ -15,6 +15,7 @@ from overspill.checkpoint import Extent, FileStamp, verify_untouched
 from overspill.machine.device import Device, Transfer
 from overspill.machine.reads import FileReader
 from overspill.model.sources import Extents
+from overspill.model.weights import Weight
 from overspill.offload.loader import byte_view
 
 _READERS = 2
@@ -130,6 +131,14 @@ def _end(threads: ThreadPoolExecutor, reader: FileReader) -> None:
     """No read is under way: each one holds what ends here. The last to let go may be one of the threads."""
     threads.submit(reader.close)
     threads.shutdown(wait=False)
+
+
+def extents_of(weight: Weight, converted: Mapping[str, Extents]) -> Extents:
+    """Where a weight on disk is read: among the `converted`, by name, or in the checkpoint."""
+    source = converted.get(weight.full, weight.source)
+    assert isinstance(source, Extents), f"{weight.full} is on disk, and nothing holds it as it is computed with"
+    assert source.dtype == weight.dtype, f"{weight.full} is on disk as {source.dtype}, not as {weight.dtype}"
+    return source
 
 
 def runs_of(source: Extents, begin: int, end: int, at: int = 0) -> list[Extent]:
