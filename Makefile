@@ -8,9 +8,9 @@ GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/nul
 CONSTRAINTS := $(if $(GPU),,-c constraints.txt)
 DEMO_DEVICE := $(if $(GPU),--device cuda,--device emulated --device-memory 400MiB --link-bandwidth 4GB/s)
 
-.PHONY: demo test check bench soak clean
+.PHONY: demo test check sanitize bench soak clean
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard kernels/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[test,check,bench]'
@@ -30,6 +30,12 @@ check: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The kernels over ragged shapes, under the address and undefined-behaviour sanitizers.
+sanitize: $(VENV)/installed
+	$(BIN)/cmake -S . -B build/sanitize -DOVERSPILL_SANITIZE=ON
+	$(BIN)/cmake --build build/sanitize --parallel 2
+	build/sanitize/check
+
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks
 
@@ -38,4 +44,4 @@ soak: $(VENV)/installed
 	$(BIN)/python benchmarks/soak.py --cache $(CACHE)
 
 clean:
-	rm -rf $(VENV) report
+	rm -rf $(VENV) build report

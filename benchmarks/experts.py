@@ -66,7 +66,7 @@ class Scale:
 
 
 SCALES = {
-    "full": Scale(2048, 128, 768, 8, layers=4, vocabulary=32000, prompt=64, tokens=24, repeat=3),
+    "full": Scale(2048, 128, 768, 8, layers=3, vocabulary=32000, prompt=64, tokens=24, repeat=2),
     "quick": Scale(1024, 64, 384, 8, layers=3, vocabulary=8000, prompt=32, tokens=12, repeat=1),
     "toy": Scale(64, 16, 32, 4, layers=2, vocabulary=512, prompt=8, tokens=4, repeat=1),
 }
@@ -136,9 +136,7 @@ def decode_ms(runs: tuple[RunResult, ...]) -> list[float]:
     return [p.seconds * 1e3 for run in runs for generation in run.generations for p in generation.decode]
 
 
-def _row(
-    way: str, runs: tuple[RunResult, ...], baseline_ms: float, bandwidth: float, scale: Scale
-) -> dict[str, Any]:
+def _row(way: str, runs: tuple[RunResult, ...], baseline_ms: float, bandwidth: float, scale: Scale) -> dict[str, Any]:
     top_k, link = scale.top_k, parse_bandwidth(scale.link, field="link")
     run = runs[0]
     steps = decode_ms(runs)

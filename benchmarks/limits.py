@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import torch
 
+from overspill import _kernels
 from overspill.machine.arena import map_memory
+from overspill.machine.cpu_experts import instruction_set
 from overspill.machine.cpus import usable_cpus
 
 READ_THREADS = 4
@@ -59,23 +62,20 @@ def memmove_gbps(nbytes: int = 64 << 20, repeats: int = 9) -> float:
     return nbytes / sorted(times)[repeats // 2] / 1e9
 
 
-def read_gbps(nbytes: int = 1 << 30, repeats: int = 7) -> float:
-    """The median speed at which all usable threads together read memory in huge pages that no cache holds."""
-    threads = usable_cpus()
-    data = map_memory(nbytes).fill_(1).view(torch.int64)
-    parts = data.chunk(threads)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    times = []
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            for _ in range(repeats):
-                begun = time.perf_counter()
-                list(pool.map(torch.sum, parts))
-                times.append(time.perf_counter() - begun)
-    finally:
-        torch.set_num_threads(before)
-    return nbytes / sorted(times)[repeats // 2] / 1e9
+def memory_read_gbps(memory: torch.Tensor) -> float:
+    """The speed at which all usable threads together read `memory` once, with the kernels' own loads."""
+    path = _kernels.path_named(instruction_set())
+    assert path is not None
+    nbytes = memory.numel() * memory.element_size() // 64 * 64
+    begun = time.perf_counter()
+    _kernels.read_memory(path, memory.data_ptr(), nbytes, usable_cpus())
+    return nbytes / (time.perf_counter() - begun) / 1e9
+
+
+def read_gbps(nbytes: int = 2 << 30) -> float:
+    """The median of `memory_read_gbps` over eighths of memory in huge pages that no cache holds."""
+    memory = map_memory(nbytes).fill_(1)
+    return statistics.median(memory_read_gbps(part) for part in (*memory.chunk(8), *memory.chunk(8)))
 
 
 def evict(paths: Sequence[Path]) -> float:

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "multiply.hpp"
+#include "weights.hpp"
 
 namespace overspill {
 namespace {
@@ -83,7 +83,7 @@ void widen(const void* values, Type type, size_t count, float* to) {
     }
 }
 
-// Activations are padded to whole steps of two vectors, whatever the type of the weights.
+// Activations are padded to padded steps of two vectors, whatever the type of the weights.
 size_t prepared(size_t depth) { return (depth + 2 * V - 1) / (2 * V) * (2 * V); }
 
 void prepare(const void* values, Type type, size_t depth, Type weights, bool transposed, float* to) {
@@ -133,10 +133,6 @@ void narrow(const float* values, size_t count, Type type, void* to) {
     }
     uint16_t* out = static_cast<uint16_t*>(to);
     for (size_t i = 0; i < count; ++i) out[i] = type == Type::bfloat16 ? to_bfloat16(values[i]) : to_float16(values[i]);
-}
-
-constexpr Path path(const char* name) {
-    return {name, prepared, prepare, multiply, activate, widen, narrow, read};
 }
 
 }  // namespace

@@ -10,9 +10,10 @@
 namespace overspill {
 namespace {
 
-constexpr size_t row_unit = 32;     // rows of a task come in whole units: Path::prepare's
-constexpr size_t most_rows = 256;   // of a task
-constexpr size_t tasks_a_thread = 32;
+constexpr size_t row_unit = 32;    // rows of a task come in whole units: Path::prepare's
+constexpr size_t most_rows = 256;  // of a task
+constexpr size_t widest = 1024;    // of a task on a transposed matrix that few tokens are multiplied with
+constexpr size_t buffer_floats = most_tokens * most_rows;
 
 struct Pair {
     size_t token;
@@ -28,9 +29,11 @@ const char* at(const void* base, size_t element, Type type) {
     return static_cast<const char*>(base) + element * bytes_of(type);
 }
 
-size_t rows_of_task(size_t rows, size_t experts, int threads) {
-    const size_t shared = rows * experts / (threads * tasks_a_thread);
-    return std::clamp(shared / row_unit * row_unit, row_unit, most_rows);
+// Enough tasks that threads which are held up do not hold up the rest. A transposed matrix is read line by line in
+// pieces as wide as a task, so few wide ones are better there.
+size_t rows_of_task(size_t rows, bool transposed, bool few_tokens, int threads) {
+    const size_t shared = rows / (threads * (transposed ? 2 : 32));
+    return std::clamp(shared / row_unit * row_unit, row_unit, transposed && few_tokens ? widest : most_rows);
 }
 
 size_t parts(size_t whole, size_t part) { return (whole + part - 1) / part; }
@@ -56,6 +59,7 @@ class Run final : public Work {
         steps_[phases] = step;
         tasks[phases++] = count;
     }
+    bool few_tokens() const { return pairs_.size() <= 2 * chosen_.size(); }
     void sort_pairs();
     void take_inner();
     void prepare_hidden(size_t token);
@@ -121,7 +125,7 @@ void Run::add_up(const void* hidden, Type type, std::optional<Activation> activa
     prepared_ = pool_.prepared.take(choices_.tokens * stride);
     for (const Pair& pair : pairs_) up_operands_.push_back(prepared_ + pair.token * stride);
     if (activation) take_inner();
-    up_part_ = rows_of_task(experts_.intermediate, chosen_.size(), threads_);
+    up_part_ = rows_of_task(experts_.intermediate * chosen_.size(), experts_.transposed, few_tokens(), threads_);
     add(&Run::prepare_hidden, choices_.tokens);
     add(&Run::up, chosen_.size() * parts(experts_.intermediate, up_part_));
 }
@@ -137,7 +141,7 @@ void Run::add_down(void* out, Type type) {
     out_ = out;
     const size_t hidden = experts_.hidden;
     sums_ = type == Type::float32 ? static_cast<float*>(out) : pool_.sums.take(choices_.tokens * hidden);
-    down_part_ = rows_of_task(hidden, 1, threads_);
+    down_part_ = rows_of_task(hidden, experts_.transposed, few_tokens(), threads_);
     add(&Run::down, parts(hidden, down_part_));
 }
 
@@ -163,23 +167,20 @@ void Run::up(size_t task) {
     const size_t first = task % a_part * up_part_, count = std::min(up_part_, experts_.intermediate - first);
     const size_t rows = experts_.up_rows(), halves = experts_.gated ? 2 : 1;
     const void* matrix = at(experts_.up, chosen.expert * rows * experts_.hidden, experts_.type);
-    const auto line = [&](size_t row) { return at(matrix, row * experts_.hidden, experts_.type); };
-
-    alignas(64) float values[2][most_tokens * most_rows];
-    alignas(64) float bias[2][most_rows];
+    alignas(64) float values[2][buffer_floats];
+    alignas(64) float bias[2][widest];
+    const size_t most = std::min(most_tokens, buffer_floats / up_part_);
     for (size_t half = 0; half < halves && experts_.up_bias; ++half)
         path_.widen(at(experts_.up_bias, chosen.expert * rows + half * experts_.intermediate + first, experts_.type),
                     experts_.type, count, bias[half]);
-    for (size_t p = chosen.first; p < chosen.first + chosen.pairs; p += most_tokens) {
-        const size_t tokens = std::min(most_tokens, chosen.first + chosen.pairs - p);
-        for (size_t half = 0; half < halves; ++half) {
-            const size_t row = half * experts_.intermediate + first;
-            const void* next = half + 1 < halves && p == chosen.first ? line(row + experts_.intermediate) : nullptr;
-            path_.multiply({matrix, experts_.transposed ? rows : experts_.hidden, row, count, experts_.hidden,
-                            &up_operands_[p], tokens, values[half], up_part_, next},
-                           experts_.type, experts_.transposed);
-            if (experts_.up_bias) add_to_each(values[half], tokens, up_part_, bias[half], count);
-        }
+    for (size_t p = chosen.first; p < chosen.first + chosen.pairs; p += most) {
+        const size_t tokens = std::min(most, chosen.first + chosen.pairs - p);
+        path_.multiply({matrix, experts_.transposed ? rows : experts_.hidden, first, count, halves,
+                        experts_.intermediate, experts_.hidden, &up_operands_[p], tokens, values[0], up_part_,
+                        buffer_floats, nullptr},
+                       experts_.type, experts_.transposed);
+        for (size_t half = 0; half < halves && experts_.up_bias; ++half)
+            add_to_each(values[half], tokens, up_part_, bias[half], count);
         for (size_t t = 0; t < tokens; ++t) {
             float* gate = values[0] + t * up_part_;
             float* factor = halves == 2 ? values[1] + t * up_part_ : nullptr;
@@ -205,18 +206,20 @@ void Run::down(size_t task) {
     const auto matrix_of = [&](const Chosen& chosen) {
         return at(experts_.down, chosen.expert * hidden * inner, experts_.type);
     };
-    alignas(64) float values[most_tokens * most_rows];
-    alignas(64) float bias[most_rows];
+    alignas(64) float values[buffer_floats];
+    alignas(64) float bias[widest];
+    const size_t most = std::min(most_tokens, buffer_floats / down_part_);
     for (size_t c = 0; c < chosen_.size(); ++c) {
         const Chosen& chosen = chosen_[c];
         const void* following =
             c + 1 < chosen_.size() ? at(matrix_of(chosen_[c + 1]), first * inner, experts_.type) : nullptr;
         if (experts_.down_bias)
             path_.widen(at(experts_.down_bias, chosen.expert * hidden + first, experts_.type), experts_.type, count, bias);
-        for (size_t p = chosen.first; p < chosen.first + chosen.pairs; p += most_tokens) {
-            const size_t tokens = std::min(most_tokens, chosen.first + chosen.pairs - p);
-            path_.multiply({matrix_of(chosen), experts_.transposed ? hidden : inner, first, count, inner,
-                            &down_operands_[p], tokens, values, down_part_, p == chosen.first ? following : nullptr},
+        for (size_t p = chosen.first; p < chosen.first + chosen.pairs; p += most) {
+            const size_t tokens = std::min(most, chosen.first + chosen.pairs - p);
+            path_.multiply({matrix_of(chosen), experts_.transposed ? hidden : inner, first, count, 1, 0, inner,
+                            &down_operands_[p], tokens, values, down_part_, 0,
+                            p == chosen.first ? following : nullptr},
                            experts_.type, experts_.transposed);
             if (experts_.down_bias) add_to_each(values, tokens, down_part_, bias, count);
             for (size_t t = 0; t < tokens; ++t) {

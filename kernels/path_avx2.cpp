@@ -1,6 +1,6 @@
 #include "simd_avx2.hpp"
 
-#include "elementwise.hpp"
+#include "path.hpp"
 
 namespace overspill {
 

@@ -1,6 +1,6 @@
 #include "simd_avx512.hpp"
 
-#include "elementwise.hpp"
+#include "path.hpp"
 
 namespace overspill {
 

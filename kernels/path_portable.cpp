@@ -1,6 +1,6 @@
 #include "simd_portable.hpp"
 
-#include "elementwise.hpp"
+#include "path.hpp"
 
 namespace overspill {
 

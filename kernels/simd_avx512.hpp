@@ -1,3 +1,5 @@
+// AVX512_BF16's vdpbf16ps is not used: on Sapphire Rapids it does half of what FMA does (75 against 105 GFLOP/s of a
+// core), for one instruction less in five, and it would round what lies between the products to bfloat16.
 #pragma once
 
 #include <immintrin.h>

@@ -15,17 +15,19 @@ inline size_t bytes_of(Type type) { return type == Type::float32 ? 4 : 2; }
 // Of a block: their activations stay in the second-level cache while rows go by.
 constexpr size_t most_tokens = 24;
 
-// A run of rows of one expert's matrix (of columns, where it is stored transposed) against a few activations.
+// A run of rows of one expert's matrix (of columns, where it is stored transposed) against a few activations; with two
+// halves, the gate's and the factor's, the same run of either.
 struct Block {
-    const void* matrix;      // [rows, depth], or transposed [depth, rows]
-    size_t stride;           // elements from one line of the matrix to the next
-    size_t first, count;     // rows
-    size_t depth;            // elements that a product sums over
+    const void* matrix;               // [rows, depth], or transposed [depth, rows]
+    size_t stride;                    // elements from one line of the matrix to the next
+    size_t first, count;              // rows
+    size_t halves, apart;             // how many, and rows from one to the next
+    size_t depth;                     // elements that a product sums over
     const float* const* activations;  // `tokens` pointers, each to what Path::prepare wrote
     size_t tokens;
-    float* out;              // [tokens, out_stride], the first `count` of each are written
-    size_t out_stride;
-    const void* next;        // what is read after this block and may be fetched ahead, or null
+    float* out;                       // [halves, tokens, out_stride], `count` of each, padded to 16
+    size_t out_stride, out_apart;     // floats from one token and from one half to the next
+    const void* next;                 // what is read after this block and may be fetched ahead, or null
 };
 
 // One instruction set. Each product of a row and an activation is summed in an order that depends on `depth` alone,

@@ -113,6 +113,21 @@ _DEEPSEEK = {
     "num_key_value_heads": 5,
     "topk_group": 1,
 }
+_NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2,
+    "num_hidden_layers": 8,
+    "hidden_size": 35,
+    "intermediate_size": 45,
+    "moe_intermediate_size": 11,
+    "moe_shared_expert_intermediate_size": 13,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "chunk_size": 8,
+}
 
 TINY: Mapping[str, Tiny] = {
     "llama": Tiny("LlamaConfig", _LLAMA),
@@ -271,24 +286,8 @@ TINY: Mapping[str, Tiny] = {
             "layer_types": ["full_attention", "linear_attention", "full_attention"] * 2,
         },
     ),
-    "nemotron_h": Tiny(
-        "NemotronHConfig",
-        {
-            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2,
-            "num_hidden_layers": 8,
-            "hidden_size": 35,
-            "intermediate_size": 45,
-            "moe_intermediate_size": 11,
-            "moe_shared_expert_intermediate_size": 13,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 8,
-            "n_groups": 2,
-            "ssm_state_size": 8,
-            "chunk_size": 8,
-        },
-    ),
+    "nemotron_h": Tiny("NemotronHConfig", _NEMOTRON),
+    "nemotron_latent": Tiny("NemotronHConfig", {**_NEMOTRON, "moe_latent_size": 24}),
 }  # fmt: skip
 
 ARCHITECTURES = (

@@ -20,7 +20,7 @@ from benchmarks.limits import cached_share, evict, memmove_gbps  # noqa: E402
 from benchmarks.report import Bar, Report, console  # noqa: E402
 from benchmarks.ring_floor import ring_seconds  # noqa: E402
 
-from benchmarks import cuda, load, step  # noqa: E402
+from benchmarks import cuda, experts, kernels, load, step  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -159,3 +159,24 @@ def written(report: Report, folder: Path) -> None:
     with terminal.capture() as capture:
         terminal.print(report.render())
     assert report.title in capture.get()
+
+
+def test_ways_of_offloading_experts_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = experts.ways
+    some = ("experts only", "placed on the CPU")  # each is two processes
+    monkeypatch.setattr(experts, "ways", lambda *given: {way: every(*given)[way] for way in some})
+    report = experts.measure(experts.SCALES["toy"], tmp_path / "models", lambda _: None)
+    ways = {row["way"]: row for row in report.rows}
+    assert set(ways) == {experts.RESIDENT, *some}
+    assert {row.get("verdicts") for way, row in ways.items() if way != experts.RESIDENT} == {"pass"}
+    assert 0 < ways["placed on the CPU"]["step_bytes"] < ways["experts only"]["step_bytes"] / 4
+    assert ways["placed on the CPU"]["host_ms"] > 0
+    assert all(bar.met for bar in report.bars)
+    written(report, tmp_path / "out")
+
+
+def test_kernels_are_held_against_memory_and_torch(tmp_path: Path) -> None:
+    rows = kernels.rows(kernels.SCALES["toy"], lambda _: None)
+    wanted = {(weights, tokens) for weights in ("bfloat16", "float32") for tokens in (1, 8)}
+    assert {(row["weights"], row["tokens"]) for row in rows} == wanted
+    assert all(row["of_read_ratio"] > 0 and row["over_torch_ratio"] > 0 for row in rows)

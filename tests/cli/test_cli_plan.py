@@ -29,6 +29,8 @@ def test_json_is_the_plan_and_nothing_else(cli: Cli, talking: Path) -> None:
         "memory",
         "step",
         "ring",
+        "placed",
+        "slots",
         "weights",
         "notes",
         "warnings",

@@ -231,3 +231,9 @@ def test_engine_settings_refuse(engine: dict[str, Any], message: str) -> None:
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VT_DEVICE_WEIGHT_BUDGET_BYTES", "9")
     assert resolve().offload.extension.device_fit.weight_budget_bytes == 9
+
+
+def test_a_flag_for_a_stream_that_the_document_switches_off_is_refused() -> None:
+    document = {"overspill": {"expert_stream": {"enabled": False}}}
+    with pytest.raises(ConfigError, match=r'"overspill\.expert_stream\.enabled" is false .* --expert-cache'):
+        resolve(document, {"expert_cache": "1MiB"}, environ={})

@@ -180,7 +180,7 @@ def cases(draw: st.DrawFn) -> Case:
     return case
 
 
-@settings(max_examples=60)
+@settings(max_examples=200)
 @given(case=cases(), activation=st.sampled_from(list(ACTIVATIONS)), number=st.integers(0, 9))
 def test_any_shape_is_what_float64_says(case: Case, activation: Activation, number: int) -> None:
     with using(PATHS[number % len(PATHS)]):
@@ -238,7 +238,7 @@ def test_more_tokens_than_are_computed_at_once(path: str) -> None:
     assert torch.equal(case.computed()[[0, 1023, 1024, 2099]], alone)
 
 
-@settings(max_examples=40)
+@settings(max_examples=150)
 @given(
     case=cases().filter(lambda case: len(case.hidden) > 0),
     number=st.integers(0, 9),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import threading
@@ -194,3 +195,21 @@ def test_one_reader_serves_several_threads(file: Path) -> None:
         for caller in callers:
             caller.join()
     assert all(view == expected for view in views)
+
+
+def test_a_reader_that_is_let_go_closes_its_files_wherever_that_happens(tmp_path: Path) -> None:
+    """Also in one of its own threads, and while another pool takes work: a finalizer must start and join nothing."""
+    file = tmp_path / "data"
+    file.write_bytes(bytes(1 << 16))
+    held = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(20):
+        reader = FileReader()
+        view = memoryview(bytearray(1 << 16))
+        reader.read([(Extent(file, 0, 1 << 16), view)])
+        thread = threading.Thread(target=lambda last: None, args=(reader,))
+        del reader
+        thread.start()
+        thread.join()
+        del thread
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= held + 1

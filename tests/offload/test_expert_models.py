@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +19,17 @@ from overspill.engine import SamplingParams
 from overspill.errors import CheckpointError, ConfigError, PlacementDefect, UnsupportedModelError
 from overspill.machine.cpu import CpuDevice
 from overspill.model.hf_experts import install, installed
+from overspill.offload.expert_sources import ExpertSource
+from overspill.offload.fetches import Fetch
 from overspill.offload.ledger import take_ledger
 from overspill.offload.placed import PlacedModel, place
+from overspill.offload.stream import _without
 from overspill.plan import Access, Tier
 from tiny_models import TINY, MakeTiny
 
 MODELS = (
     "qwen3_moe", "qwen3_5_moe", "qwen3_next", "nemotron_h", "deepseek_v2", "deepseek_v3", "deepseek_v4",
-    "kimi_linear", "laguna", "gpt_oss", "mixtral", "mixtral_fused", "glm4_moe",
+    "nemotron_latent", "kimi_linear", "laguna", "gpt_oss", "mixtral", "mixtral_fused", "glm4_moe",
 )  # fmt: skip
 ITS_OWN_LOOP = {
     "llama4": "Llama4ForCausalLM computes its routed experts .* by itself",
@@ -167,6 +171,39 @@ def test_shared_experts_are_computed_while_the_cpu_works(tiny: MakeTiny) -> None
         assert {share.used for share in shares if share is not None} == {ahead}
 
 
+@pytest.mark.parametrize("name", ["deepseek_v2", "nemotron_latent"])
+def test_shared_experts_are_ahead_only_for_what_the_block_was_given(name: str, tiny: MakeTiny) -> None:
+    """Nemotron-H's latent experts see a projection of it, which its shared experts must not get."""
+    model = placed(tiny(name), CPU_MOE)
+    run = model.experts.in_place[0]
+    shared = model.model.get_submodule(run.block.shared or "")
+    ahead, parent = run._shared, model.model.get_submodule(run.block.parent)
+    assert ahead is not None
+    hidden = torch.randn(1, 3, 35)
+    with torch.no_grad():
+        ahead._begin(parent, (hidden,))
+        assert ahead.ahead_of(torch.randn(3, 24)) is None, "something else than the block was given"
+        compute = ahead.ahead_of(hidden.view(3, 35))
+        assert compute is not None
+        compute()
+        before = ahead.used
+        expected = shared(hidden.clone())  # other memory: not what was computed ahead
+        assert ahead.used == before
+        ahead._begin(parent, (hidden,))
+        compute = ahead.ahead_of(hidden.view(3, 35))
+        assert compute is not None
+        compute()
+        assert torch.equal(shared(hidden), expected)
+        assert ahead.used == before + 1
+        ahead._begin(parent, (hidden,))
+        compute = ahead.ahead_of(hidden.view(3, 35))
+        assert compute is not None
+        compute()
+        hidden.add_(1)
+        ahead._begin(parent, (hidden,))  # a new pass over the same memory: what was computed before is stale
+        assert not torch.equal(shared(hidden), expected)
+
+
 def test_hidden_states_cross_once_each_way(tiny: MakeTiny) -> None:
     model = placed(tiny("qwen3_moe"), extension(placement={"n_cpu_moe": 2}))
     device = model.device
@@ -215,6 +252,154 @@ def test_a_file_cut_short_fails_the_pass_and_a_later_one_works(tiny: MakeTiny, t
     assert torch.equal(logits, reference), "no slot is believed to hold what never came"
     assert model.experts.stream is not None
     model.experts.stream.cache.check()
+
+
+@pytest.mark.parametrize("harm", ["overwritten", "replaced"])
+@pytest.mark.parametrize("used", [False, True], ids=["before the first pass", "after it"])
+def test_a_checkpoint_that_became_another_is_noticed(harm: str, used: bool, tmp_path: Path) -> None:
+    TINY["qwen3_moe"].save(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    model = placed(tmp_path / "model", extension(expert_stream={"slots": 8, "tier": "disk"}))
+    if used:
+        forward(model, PROMPT)
+    other = bytes(255 - byte for byte in file.read_bytes())
+    if harm == "overwritten":
+        file.write_bytes(other)
+    else:
+        (tmp_path / "download").write_bytes(other)
+        (tmp_path / "download").rename(file)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors changed since its header was read"):
+        forward(model, PROMPT[::-1])
+
+
+def test_a_router_is_asked_out_of_turn_only_where_it_lies_on_the_device(tiny: MakeTiny) -> None:
+    def guesses(document: dict[str, Any]) -> int:
+        model = placed(tiny("qwen3_moe"), {**document, **extension(expert_stream={"slots": 12})})
+        found, moved = passes(model)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        stream = model.experts.stream
+        assert stream is not None
+        known = (model.plan.step.zero_copy_bytes + model.plan.step.prefetch_bytes) * len(moved)
+        assert sum(moved) >= known + stream.counts.bytes - model.plan.memory.buffer_pool_bytes
+        return stream.counts.prefetched
+
+    expected, _ = passes(placed(tiny("qwen3_moe")))
+    assert guesses({}) > 0
+    assert guesses({"prefetch": {"offload_group_size": 1, "offload_params": ["mlp.gate"]}}) == 0
+    assert guesses({"uva": {"cpu_offload_gb": 1, "cpu_offload_params": ["mlp.gate"]}}) == 0
+
+
+def test_a_sweep_evicts_nothing_and_a_step_keeps_what_the_next_block_will_want(tiny: MakeTiny) -> None:
+    model = placed(tiny("qwen3_moe"), extension(expert_stream={"slots": 12}))
+    stream = model.experts.stream
+    assert stream is not None
+    cache: Any = None
+    for token in PROMPT:
+        _, cache, _ = forward(model, [token], cache)
+    held, evicted = set(stream.cache), stream.counts.evictions
+    assert stream.cache.free == 0
+    assert evicted > 0
+    forward(model, PROMPT)
+    assert stream.counts.streamed > 0
+    assert (set(stream.cache), stream.counts.evictions) == (held, evicted), "a prompt passes through"
+    used = stream.counts.prefetch_used
+    for token in PROMPT:
+        _, cache, _ = forward(model, [token], cache)
+    assert stream.counts.prefetch_used > used
+
+
+class Slow(ExpertSource):
+    """Fetches that land when they are told to: what was on its way to a slot must not land after what came later."""
+
+    def __init__(self, inner: ExpertSource) -> None:
+        self.inner = inner
+        self.pending: list[tuple[Any, ...]] = []
+
+    def start(self, block: Any, expert: int, slot: torch.Tensor) -> Any:
+        late = Late(lambda: self.inner.start(block, expert, slot).settle())
+        self.pending.append((late,))
+        return late
+
+
+class Late(Fetch):
+    def __init__(self, land: Callable[[], bool]) -> None:
+        self._land = land
+        self.landed = False
+
+    def settle(self) -> bool:
+        if not self.landed:
+            self.landed = True
+            self._land()
+        return True
+
+    def wait(self) -> None:
+        self.settle()
+
+
+def test_what_was_evicted_on_its_way_lands_before_what_comes_to_its_slot(tiny: MakeTiny) -> None:
+    expected, _ = passes(placed(tiny("qwen3_moe")))
+    model = placed(tiny("qwen3_moe"), extension(expert_stream={"slots": 4}))
+    stream = model.experts.stream
+    assert stream is not None
+    stream.source = slow = Slow(stream.source)
+    keep: set[Any] = set()
+    with model.running():
+        for expert in range(4):
+            assert stream.admit((0, expert), keep)
+        first = [late for (late,) in slow.pending]
+        for expert in range(4):
+            stream.counts.fetched += 2
+            assert stream.admit((1, expert), keep)
+        assert all(late.landed for late in first), "their slots are others' now"
+    logits, _ = passes(model)
+    assert all(torch.equal(one, other) for one, other in zip(logits, expected, strict=True))
+
+
+def test_what_a_broken_pass_was_streaming_lands_before_the_next_pass(tiny: MakeTiny) -> None:
+    model = placed(tiny("qwen3_moe"), extension(expert_stream={"slots": 1}))
+    stream = model.experts.stream
+    assert stream is not None
+    forward(model, PROMPT)
+    stream.source = slow = Slow(stream.source)
+    run = model.experts.streamed[2]
+    loop = run._loop
+
+    def broken(*arguments: Any) -> torch.Tensor:
+        raise RuntimeError("in the middle of a pass")
+
+    run._loop = broken
+    with pytest.raises(RuntimeError, match="in the middle"):
+        forward(model, PROMPT)
+    assert all(late.landed for (late,) in slow.pending)
+    run._loop = loop
+    expected, _, _ = forward(placed(tiny("qwen3_moe")), PROMPT)
+    assert torch.equal(forward(model, PROMPT)[0], expected)
+
+
+def test_a_token_goes_to_no_expert_that_it_did_not_choose() -> None:
+    """With no weight as well: what an expert makes of a foreign token need not be finite, and 0 times that is not 0."""
+    index = torch.tensor([[4, 1, 2], [3, 0, 4]])
+    weights = torch.rand(2, 3)
+    elsewhere = torch.tensor([[True, False, False], [False, True, True]])
+    chosen, left = _without(index, weights, elsewhere)
+    assert chosen.tolist() == [[1, 1, 2], [3, 3, 3]]
+    assert torch.equal(left == 0, elsewhere)
+    assert torch.equal(left[~elsewhere], weights[~elsewhere])
+
+
+def test_an_expert_that_overflows_for_foreign_tokens_spoils_no_answer(tiny: MakeTiny) -> None:
+    model = placed(tiny("mixtral"), extension(expert_stream={"slots": 12, "policy": "cpu"}))
+    run = model.experts.streamed[0]
+    device = model.device
+    hidden = torch.randn(2, 35)
+    hidden[1] *= 1e20  # any expert's gated product of it is beyond float32
+    hidden = device.to_device(hidden)
+    with model.running():
+        run.stream.admit((0, 1), set())
+        run.stream.counts.fetched += 1
+        index, weights = device.to_device(torch.tensor([[1, 2], [3, 4]])), device.to_device(torch.rand(2, 2))
+        result = run(hidden, index, weights)
+    assert result[0].isfinite().all()
 
 
 @pytest.mark.parametrize("document", [CPU_MOE, extension(expert_stream={"slots": 8})], ids=["placed", "streamed"])

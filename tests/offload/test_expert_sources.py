@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from emulated_runs import emulated, mapped
 from overspill.checkpoint import Extent
 from overspill.errors import CheckpointError
+from overspill.machine.emulated import _EmulatedTransfer
 from overspill.model.experts import expert_blocks
 from overspill.model.sources import Extents
 from overspill.offload.expert_sources import DiskSource
@@ -45,8 +48,17 @@ def test_an_experts_runs_are_its_bytes_in_order(pieces: list[tuple[int, int, int
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral_fused"])
-def test_many_experts_at_once_arrive_as_they_lie_in_the_files(name: str, tiny: MakeTiny) -> None:
-    """More than there are buffers to read into, so that these are used again."""
+def test_many_experts_at_once_arrive_as_they_lie_in_the_files(
+    name: str, tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than there are buffers to read into, so that these are used again; transfers are in no hurry."""
+    run = _EmulatedTransfer.run
+
+    def late(self: _EmulatedTransfer, timeline: Any) -> None:
+        time.sleep(0.003)
+        run(self, timeline)
+
+    monkeypatch.setattr(_EmulatedTransfer, "run", late)
     device = emulated()
     model = mapped(tiny(name))
     block = expert_blocks(model)[2]

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from emulated_runs import planned
+from emulated_runs import CONTEXT, emulated, mapped, settings_for
 from overspill.errors import ConfigError, UnsupportedModelError
 from overspill.model.experts import expert_blocks
-from overspill.plan import Access, Plan, Tier
+from overspill.model.weights import ModelMap
+from overspill.plan import Access, Plan, Tier, make_plan
 from tiny_models import MakeTiny
+
+
+@cache
+def model_of(folder: Path, dtype: str = "auto") -> ModelMap:
+    """Mapped once: planning changes nothing in it."""
+    return mapped(folder, dtype)
+
+
+def planned(folder: Path, document: dict[str, Any] | None = None) -> Plan:
+    return make_plan(model_of(folder), settings_for(document), emulated(), context_tokens=CONTEXT)
 
 
 def rules(*overrides: tuple[str, str], **placement: Any) -> dict[str, Any]:
@@ -127,7 +140,7 @@ def test_a_dense_model_is_refused(placement: dict[str, Any], tiny: MakeTiny) -> 
 def test_counts_beyond_the_layers_and_before_the_first_experts_are_refused(tiny: MakeTiny) -> None:
     with pytest.raises(ConfigError, match="n_cpu_moe is 7, above the 6 layers"):
         planned(tiny("qwen3_moe"), rules(n_cpu_moe=7))
-    with pytest.raises(ConfigError, match="n_cpu_moe is 1, and the first 1 layers hold no routed experts") as refused:
+    with pytest.raises(ConfigError, match="n_cpu_moe is 1, and the first layer holds no routed experts") as refused:
         planned(tiny("deepseek_v2"), rules(n_cpu_moe=1))
     assert "at least 2" in (refused.value.hint or "")
 
@@ -173,10 +186,7 @@ def test_experts_on_disk_are_fetched_and_converted_where_they_are_there_in_anoth
     assert not plan.converted
     with pytest.raises(ConfigError, match='"policy" is "cpu" and "tier" is "disk"'):
         planned(tiny("qwen3_moe"), stream(slots=7, tier="disk", policy="cpu"))
-    from emulated_runs import CONTEXT, emulated, mapped, settings_for
-    from overspill.plan import make_plan
-
-    model = mapped(tiny("qwen3_moe"), "bfloat16")
+    model = model_of(tiny("qwen3_moe"), "bfloat16")
     plan = make_plan(model, settings_for(stream(slots=7, tier="disk")), emulated(), context_tokens=CONTEXT)
     assert plan.converted == tuple(p.weight for p in plan.on(Tier.DISK))
     assert any("converted once (12 cast from float32) into the cache" in note for note in plan.notes)
@@ -215,3 +225,36 @@ def test_a_budget_takes_of_what_experts_leave(tiny: MakeTiny) -> None:
     assert accesses == {Access.IN_PLACE, Access.ZERO_COPY}
     assert plan.ways == ("uva", "experts on the CPU")
     assert {p.weight.name.layer for p in plan.placements if p.access is Access.IN_PLACE} == {0, 1, 2}
+
+
+def test_slots_that_save_nothing_are_told(tiny: MakeTiny) -> None:
+    assert any("nothing is saved" in warning for warning in planned(tiny("qwen3_moe"), stream(slots=10**30)).warnings)
+    assert any("nothing is saved" in warning for warning in planned(tiny("qwen3_moe"), stream(enabled=True)).warnings)
+    assert not any("nothing is saved" in warning for warning in planned(tiny("qwen3_moe"), stream(slots=20)).warnings)
+
+
+def test_slots_are_told_as_whole_experts(tiny: MakeTiny) -> None:
+    assert any("7 slots of a whole expert each" in note for note in planned(tiny("qwen3_moe"), stream(slots=7)).notes)
+
+
+def test_a_rule_that_an_earlier_one_leaves_nothing_warns(tiny: MakeTiny) -> None:
+    plan = planned(tiny("qwen3_moe"), rules(("exps", "cpu"), (r"blk\.3\..*_exps", "cpu")))
+    assert any("changes nothing: earlier ones take all" in warning for warning in plan.warnings)
+
+
+def test_biases_alone_are_refused_in_words_of_their_own(tiny: MakeTiny) -> None:
+    for pattern in (r"gate_up_proj_bias", r"ffn_gate_exps\.bias"):
+        with pytest.raises(ConfigError, match="matches only biases of routed experts"):
+            planned(tiny("gpt_oss"), rules((pattern, "cpu")))
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        {"uva": {"cpu_offload_gb": 1, "cpu_offload_params": ["experts"]}},
+        {"prefetch": {"offload_group_size": 1, "offload_params": ["experts"]}},
+    ],
+)
+def test_a_selector_of_what_is_placed_already_is_refused(backend: dict[str, Any], tiny: MakeTiny) -> None:
+    with pytest.raises(ConfigError, match="'experts' selects only routed experts that the placement"):
+        planned(tiny("qwen3_moe"), {**backend, **rules(cpu_moe=True)})

@@ -224,6 +224,12 @@ def _with_flags(fields: dict[str, Any], flags: Mapping[str, object]) -> dict[str
                 hint="give it in one of the two places",
             )
         holder[key] = meant
+        if sections[-1:] == ["expert_stream"] and holder.get("enabled") is False:
+            raise ConfigError(
+                f'"{".".join(sections)}.enabled" is false in the offload document, but the flag '
+                f"--{flag.replace('_', '-')} says {shown(value)}",
+                hint="take one of the two away",
+            )
     return fields
 
 

@@ -41,7 +41,7 @@ class CpuExperts:
     must take each pair by itself.
 
     Sums are kept in float32 and rounded once. A token's result does not depend on what is computed beside it, nor on
-    the number of threads: not by one bit. It may differ between instruction sets.
+    the number of threads (usable_cpus() unless given): not by one bit. It may differ between instruction sets.
     """
 
     def __init__(

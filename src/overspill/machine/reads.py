@@ -14,6 +14,7 @@ import errno
 import fcntl
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -46,9 +47,9 @@ _DIRECT_REFUSED = frozenset({errno.EINVAL, errno.ENOTSUP})
 class FileReader:
     """Fills memory from extents of files, with `threads` requests of up to `chunk_bytes` in flight.
 
-    Its own memory is `threads` staging buffers of `chunk_bytes`. Files stay open until `close`. `read` may be
-    called from several threads. `bytes_read` counts what came from the files, gaps and alignment included, in
-    `requests` reads; `direct` is False once a file system refused O_DIRECT.
+    Its own memory is `threads` staging buffers of `chunk_bytes`. Files stay open until `close`, or until it is freed.
+    `read` may be called from several threads. `bytes_read` counts what came from the files, gaps and alignment
+    included, in `requests` reads; `direct` is False once a file system refused O_DIRECT.
     """
 
     def __init__(self, threads: int = 4, chunk_bytes: int = 4 << 20, direct: bool = True) -> None:
@@ -64,6 +65,9 @@ class FileReader:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="overspill-read")
         self._lock = Lock()
         self._files: dict[Path, _OpenFile] = {}
+        weakref.finalize(
+            self, _close_files, self._files
+        ).atexit = False  # idle threads end with their pool by themselves
         self._staging: SimpleQueue[_Staging] = SimpleQueue()
         for _ in range(threads):
             self._staging.put(_staging_buffer(chunk_bytes))
@@ -79,9 +83,7 @@ class FileReader:
     def close(self) -> None:
         """Waits for reads in flight, closes the files and frees the staging buffers."""
         self._pool.shutdown()
-        for file in self._files.values():
-            os.close(file.fd)
-        self._files.clear()
+        _close_files(self._files)
         self._staging = SimpleQueue()
 
     def read(
@@ -204,6 +206,12 @@ class FileReader:
 class _OpenFile:
     fd: int
     direct: bool
+
+
+def _close_files(files: dict[Path, _OpenFile]) -> None:
+    for file in files.values():
+        os.close(file.fd)
+    files.clear()
 
 
 class _Staging(NamedTuple):

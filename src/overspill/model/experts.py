@@ -64,6 +64,16 @@ class ExpertBlock:
                 names[part] = (*gguf, weight.full, *weight.aliases)
         return names
 
+    def bias_names(self) -> list[str]:
+        """The names of its biases, ours and GGUF's: they go where the block goes."""
+        names = []
+        for attribute, weight in self.weights.items():
+            if attribute.endswith("_bias"):
+                which = attribute.removesuffix("_proj_bias")
+                parts = ("gate", "up", "gate_up") if which == "gate_up" else (which,)
+                names += [weight.full, *(f"blk.{self.layer}.ffn_{part}_exps.bias" for part in parts)]
+        return names
+
 
 def expert_blocks(model: ModelMap) -> tuple[ExpertBlock, ...]:
     """The blocks that a pass over `model` runs through transformers' experts interface, in the order of its layers."""

@@ -18,7 +18,7 @@ from overspill.offload.fetches import DiskReads
 from overspill.offload.in_place import CpuSide, InPlaceExperts, SharedAhead, cpu_kernel
 from overspill.offload.ledger import ExpertEntry
 from overspill.offload.stream import CpuHelp, ExpertStream, StreamedExperts
-from overspill.plan import Plan, Tier
+from overspill.plan import Access, Plan, Slots, Tier
 from overspill.plan.staging import computes_on_cpu
 
 
@@ -98,4 +98,15 @@ def run_experts(
         costs = measure_costs(slots.blocks[0], kernels[0], first.dtype, device.link) if slots.policy == "auto" else None
         help_ = CpuHelp(side, kernels, costs)
     stream = ExpertStream(slots, blocks["expert_slots"].data, source, device, help_)
-    return ExpertRuns(tuple(in_place), tuple(stream.install(model)), stream)
+    return ExpertRuns(tuple(in_place), tuple(stream.install(model, _routers(plan, slots))), stream)
+
+
+def _routers(plan: Plan, slots: Slots) -> set[str]:
+    """Routers that may be asked out of turn: their matrix is on the device for good, and takes what experts take."""
+    found = set()
+    for block in slots.blocks:
+        if block.router is not None:
+            router = plan.of(f"{block.router}.weight")
+            if router.access is Access.RESIDENT and router.weight.shape[1] == block.hidden_size:
+                found.add(block.router)
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -73,7 +72,6 @@ class DiskReads:
         self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="overspill-disk")
         self._last: list[DiskFetch | None] = [None] * len(buffers)
         self._next = 0
-        weakref.finalize(self, _end, self._threads, self._reader)
 
     @property
     def bytes_read(self) -> int:
@@ -125,12 +123,6 @@ class DiskFetch(Fetch):
         for transfer in self._read.result():
             transfer.join()
         return True
-
-
-def _end(threads: ThreadPoolExecutor, reader: FileReader) -> None:
-    """No read is under way: each one holds what ends here. The last to let go may be one of the threads."""
-    threads.submit(reader.close)
-    threads.shutdown(wait=False)
 
 
 def extents_of(weight: Weight, converted: Mapping[str, Extents]) -> Extents:

@@ -168,14 +168,16 @@ class SharedAhead:
     def __init__(self, parent: nn.Module, shared: nn.Module) -> None:
         self._forward: Callable[..., torch.Tensor] = shared.forward
         self._asked = False
+        self._given: torch.Tensor | None = None
         self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None
         self.used = 0
         parent.register_forward_pre_hook(self._begin)
         shared.forward = self._answer
 
     def ahead_of(self, hidden: torch.Tensor) -> Callable[[], None] | None:
-        """What computes the shared experts of `hidden` now; None where the block has them already."""
-        if self._asked:
+        """What computes the shared experts of `hidden` now; None where the block has them already, or where the
+        routed experts were given something else than the block was (Nemotron-H's latent experts)."""
+        if self._asked or self._given is None or not _same(hidden, self._given):
             return None
 
         def compute() -> None:
@@ -185,17 +187,19 @@ class SharedAhead:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self._asked, self._ahead = False, None
+        self._given = args[0] if args and isinstance(args[0], torch.Tensor) else None
 
     def _answer(self, hidden: torch.Tensor, *others: Any) -> torch.Tensor:
-        self._asked, ahead, self._ahead = True, self._ahead, None
-        if (
-            ahead is not None
-            and not others
-            and (ahead[0].data_ptr(), ahead[0].numel()) == (hidden.data_ptr(), hidden.numel())
-        ):
+        self._asked, ahead, self._ahead, self._given = True, self._ahead, None, None
+        if ahead is not None and not others and _same(ahead[0], hidden):
             self.used += 1
             return ahead[1].view(*hidden.shape[:-1], -1)
         return self._forward(hidden, *others)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are the same memory, in whatever shape."""
+    return (one.data_ptr(), one.numel(), one.dtype) == (other.data_ptr(), other.numel(), other.dtype)
 
 
 def cpu_kernel(module: Any, tensors: Mapping[str, torch.Tensor]) -> CpuExperts:

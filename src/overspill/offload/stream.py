@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -67,13 +67,18 @@ class ExpertStream:
     def counts(self) -> SlotCounts:
         return self.cache.counts
 
-    def install(self, model: nn.Module) -> list[StreamedExperts]:
-        """What computes each block, in order; each knows the next one's router."""
+    def install(self, model: nn.Module, routers: Collection[str]) -> list[StreamedExperts]:
+        """What computes each block, in order; each knows the next one's router, if that is one of `routers`.
+
+        `routers` are the paths of those that may be read while their layer does not run.
+        """
         made = []
         following = [*self.slots.blocks[1:], None]
         for number, (block, after) in enumerate(zip(self.slots.blocks, following, strict=True)):
-            router = model.get_submodule(after.router) if after is not None and after.router is not None else None
-            made.append(StreamedExperts(self, number, block, model.get_submodule(block.path), router, after))
+            guess = None
+            if after is not None and after.router is not None and after.router in routers:
+                guess = _Guess(model.get_submodule(after.router), after)
+            made.append(StreamedExperts(self, number, block, model.get_submodule(block.path), guess))
         return made
 
     def room(self, number: int) -> torch.Tensor:
@@ -145,8 +150,7 @@ class StreamedExperts:
         number: int,
         block: ExpertBlock,
         module: nn.Module,
-        next_router: nn.Module | None,
-        next_block: ExpertBlock | None,
+        guess: _Guess | None,
     ) -> None:
         self.block = block
         self.use = BlockUse()
@@ -154,7 +158,7 @@ class StreamedExperts:
         self.number = number
         self._module: Any = module
         self._loop = original_forward(module)
-        self._guess = None if next_router is None or next_block is None else _Guess(next_router, next_block)
+        self._guess = guess
         self._shapes = {attribute: tuple(weight.shape[1:]) for attribute, weight in block.weights.items()}
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -224,8 +228,11 @@ class StreamedExperts:
         results: list[torch.Tensor] = []
 
         def meanwhile() -> None:
-            if not bool(theirs.all()):
-                results.append(self._on_device(hidden, *_without(index, weights, theirs), sweep))
+            rows = (~theirs).any(-1).nonzero().flatten()
+            if len(rows):
+                rest = _without(index[rows], weights[rows], theirs[rows])
+                computed = self._on_device(hidden[rows], *rest, sweep)
+                results.append(torch.zeros_like(hidden).index_copy_(0, rows, computed))
 
         outside = index.masked_fill(~theirs, self.block.experts)
         result, _ = help_.side.run(help_.kernels[self.number], hidden, outside, weights, meanwhile)
@@ -330,9 +337,10 @@ class _Guess:
 
 
 def _without(index: torch.Tensor, weights: torch.Tensor, elsewhere: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choices for the device alone: those made `elsewhere` become one of its own, with no weight.
+    """Choices for the device alone: those made `elsewhere` become the token's first other one, with no weight.
 
-    Not an index outside the experts: some architectures' loops would read it.
+    Every token has one. Not an index outside the experts: some architectures' loops would read it; nor an expert that
+    the token did not choose: what that makes of it need not be finite.
     """
-    own = index[~elsewhere][0]
+    own = index.gather(-1, (~elsewhere).int().argmax(-1, keepdim=True))
     return torch.where(elsewhere, own, index), weights.masked_fill(elsewhere, 0)

@@ -87,8 +87,9 @@ def _blocks(model: ModelMap, asked: str) -> tuple[ExpertBlock, ...]:
         )
     if not blocks:
         raise ConfigError(
-            f"{asked}: {model.architecture} is a dense model, it has no routed experts",
-            hint="take it away; uva or prefetch move dense weights",
+            f"{asked}: {model.architecture} is a dense model: none of its weights are routed experts that "
+            "transformers knows as such",
+            hint="take it away; uva or prefetch move any weights",
         )
     return blocks
 
@@ -160,13 +161,20 @@ def _refuse_unused(
     others = [name for weight in model if weight.full not in of_blocks for name in (weight.full, *weight.aliases)]
     if model.checkpoint is not None and model.checkpoint.format == "gguf":
         others += [name for name in model.checkpoint.tensors if re.search(r"_exps\.", name) is None]
-    parts = [name for block in blocks for names in block.parts().values() for name in names]
+    parts = list(dict.fromkeys(name for block in blocks for names in block.parts().values() for name in names))
+    biases = [name for block in blocks for name in block.bias_names()]
     warnings = []
     for rule in rules:
         if rule.origin == "n_cpu_moe":
             continue
         also = [name for name in others if re.search(rule.pattern, name)]
         finds = any(re.search(rule.pattern, name) for name in parts)
+        if not finds and any(re.search(rule.pattern, name) for name in biases):
+            raise ConfigError(
+                f'device placement: the pattern "{rule.pattern}" matches only biases of routed experts, which go where '
+                "their block goes",
+                hint="a pattern for the experts' weights, as ffn_(gate|up|down)_exps",
+            )
         if not finds and also:
             raise ConfigError(
                 f'device placement: the pattern "{rule.pattern}" matches {_few(also)}, and no routed expert: only '
@@ -179,6 +187,10 @@ def _refuse_unused(
                 f'device placement: the pattern "{rule.pattern}" matches no weight of {model.architecture}',
                 hint=f"a regular expression that finds, for example, {', '.join(near)}",
             )
+        if rule not in used:
+            warnings.append(
+                f'device placement: the pattern "{rule.pattern}" changes nothing: earlier ones take all that it matches'
+            )
         if also and rule in used:
             warnings.append(
                 f'device placement: the pattern "{rule.pattern}" also matches {_few(also)}, which stay on the device: '
@@ -189,8 +201,9 @@ def _refuse_unused(
         earlier = "an earlier rule places them all" if used else f"the first layer with routed experts is {first}"
         count = sum(rule.origin == "n_cpu_moe" for rule in rules)
         if not used:
+            held = f"the first {count} layers hold" if count > 1 else "the first layer holds"
             raise ConfigError(
-                f"n_cpu_moe is {count}, and the first {count} layers hold no routed experts: {earlier}",
+                f"n_cpu_moe is {count}, and {held} no routed experts: {earlier}",
                 hint=f"an n_cpu_moe of at least {first + 1}",
             )
         warnings.append(f"n_cpu_moe changes nothing: {earlier}")
@@ -205,9 +218,9 @@ def _placement_notes(model: ModelMap, reasons: Sequence[tuple[ExpertBlock, str]]
     if not reasons:
         return []
     count, layers = len(reasons), max(stack.layers for stack in model.stacks if not stack.tower)
-    run = "layers run their" if count > 1 else "layer runs its"
+    run = "run their" if count > 1 else "runs its"
     nbytes = format_bytes(sum(block.nbytes for block, _ in reasons))
-    return [f"device placement: {count} of {layers} {run} routed experts on the CPU, {nbytes} of weights"]
+    return [f"device placement: {count} of {layers} layers {run} routed experts on the CPU, {nbytes} of weights"]
 
 
 # -- streaming ---------------------------------------------------------------------------------------------------------
@@ -256,12 +269,24 @@ def _slots(blocks: tuple[ExpertBlock, ...], stream: ExpertStreamConfig) -> Slots
 
 
 def _stream_notes(slots: Slots, stream: ExpertStreamConfig) -> list[str]:
-    notes = []
     if stream.slots is not None and stream.slot_bytes is not None and stream.slot_bytes < slots.slot_bytes:
-        notes.append(
-            f"expert_stream: {stream.slots} slots of {stream.slot_bytes} bytes are a cache of {slots.count} experts"
-        )
-    return notes
+        stated = f"{stream.slots} slots of {stream.slot_bytes} bytes"
+        return [f"expert_stream: {stated} are a cache of {slots.count} experts"]
+    if stream.slots is not None:
+        held = f"{slots.count} slot{'s' * (slots.count > 1)}"
+        return [f"expert_stream: {held} of a whole expert each, {format_bytes(slots.slot_bytes)}"]
+    return []
+
+
+def nothing_saved(slots: Slots) -> str | None:
+    """A line where the slots take as much of the device as the experts would."""
+    total = sum(block.nbytes for block in slots.blocks)
+    if slots.pool_bytes < total:
+        return None
+    return (
+        f"expert_stream: {slots.count} slots take {format_bytes(slots.pool_bytes)}, all {slots.experts} experts "
+        f"{format_bytes(total)}: nothing is saved; fewer slots would save, or leave it away"
+    )
 
 
 def sized(slots: Slots, room_bytes: int) -> tuple[Slots, str]:
@@ -269,6 +294,6 @@ def sized(slots: Slots, room_bytes: int) -> tuple[Slots, str]:
     count = int(room_bytes * ROOM_SHARE) // slots.slot_bytes - SWEEP_SLOTS
     fitting = slots.of(max(1, count))
     return fitting, (
-        f"expert_stream: {fitting.count} slots, for want of a stated number: "
+        f"expert_stream: {fitting.count} slot{'s' * (fitting.count > 1)}, for want of a stated number: "
         f"{ROOM_SHARE:.0%} of the {format_bytes(max(0, room_bytes))} that the device has left"
     )

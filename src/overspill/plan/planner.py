@@ -17,6 +17,7 @@ from overspill.model.weights import ModelMap, Weight
 from overspill.plan.capacity import capacity_warnings, refuse_capacity
 from overspill.plan.converted import conversion_note
 from overspill.plan.disk import Layout, within_memory
+from overspill.plan.experts import nothing_saved
 from overspill.plan.placement import MemoryForecast, Placement, Plan, StepForecast
 from overspill.plan.policy import Choice, choose
 from overspill.plan.server_cache import server_cache_tokens, server_memory
@@ -92,7 +93,13 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
         buffers_bytes=buffers_bytes,
         kv_cache_tokens=server_cache_tokens(memory, model.trace, settings.engine),
         notes=(*settings.notes, *experts.notes, *choice.notes, *_model_notes(model, layout.placements)),
-        warnings=(*settings.warnings, *experts.warnings, *choice.warnings, *capacity_warnings(memory)),
+        warnings=(
+            *settings.warnings,
+            *experts.warnings,
+            *([told] if experts.slots is not None and (told := nothing_saved(experts.slots)) is not None else []),
+            *choice.warnings,
+            *capacity_warnings(memory),
+        ),
     )
     refuse_capacity(plan, settings, unified=device.unified, forecast=lambda offload: laid_out(offload).memory)
     return replace(plan, notes=(*plan.notes, conversion_note(model, plan.converted))) if plan.converted else plan

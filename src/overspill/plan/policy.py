@@ -36,6 +36,9 @@ def choose(model: ModelMap, offload: OffloadConfig, *, zero_copy: bool, unified:
     taken = experts.moved().keys()
     free = [weight for weight in model if weight.full not in taken and weight.role is not Role.BUFFER and weight.nbytes]
     backend = offload.resolved_backend
+    selectors = offload.prefetch.offload_params if backend == "prefetch" else offload.uva.cpu_offload_params
+    if backend is not None and taken:
+        _refuse_taken(model, free, selectors)
     if backend == "prefetch":
         return replace(_prefetch(model, free, offload), experts=experts)
     if backend == "uva":
@@ -200,6 +203,18 @@ def ring_layers(model: ModelMap, weights: Sequence[Weight]) -> tuple[RingLayer, 
 
 
 # -- selectors -------------------------------------------------------------------------------------------------------
+
+
+def _refuse_taken(model: ModelMap, free: Sequence[Weight], selectors: Iterable[str]) -> None:
+    """ConfigError for a selector of nothing but weights that a placement or expert_stream has taken."""
+    for selector in sorted(selectors):
+        if any(matches(selector, name) for weight in free for name in weight.names):
+            continue
+        if any(matches(selector, name) for weight in model for name in weight.names):
+            raise ConfigError(
+                f"{selector!r} selects only routed experts that the placement, or expert_stream, has taken already",
+                hint="take the selector away, or the placement",
+            )
 
 
 def _selected(weights: Sequence[Weight], selectors: Iterable[str], field: str) -> list[Weight]:

@@ -71,6 +71,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "prefetch_bytes": step.prefetch_bytes,
             "in_place_bytes": step.in_place_bytes,
             "stream_bytes": step.stream_bytes,
+            "disk_bytes": step.disk_bytes,
             "transfers": step.transfers,
             "link_floor_s": step.link_floor_s,
         },
@@ -81,6 +82,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "look_ahead": plan.ring.look_ahead,
             "buffer_bytes": plan.ring.buffer_bytes,
             "layers": [layer.path for layer in plan.ring.layers],
+            "on_disk": [layer.path for layer in plan.ring.on(Tier.DISK)],
         },
         "placed": [block.path for block in plan.placed],
         "slots": None
@@ -227,6 +229,8 @@ def _step_line(plan: Plan) -> Text:
             f" across the link: at least {step.link_floor_s * 1e3:.2f} ms at {step.link.bandwidth / 1e9:.1f} GB/s "
             f"({kind}{', emulated: no GPU time' if plan.device_kind == 'emulated' else ''})"
         )
+    if step.disk_bytes:
+        text.append(f"; it reads {format_bytes(step.disk_bytes)} from disk")
     if plan.slots is not None:
         text.append(
             f"; streamed experts bring {format_bytes(round(step.stream_bytes))} more if all were alike, less as far as "
