@@ -17,6 +17,15 @@ hypothesis.settings.load_profile("untimed")
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _conversion_cache(tmp_path_factory: pytest.TempPathFactory):
+    """No test converts weights into the cache of whoever runs it."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OVERSPILL_CACHE_DIR", str(tmp_path_factory.mktemp("converted")))
+        environment.delenv("OVERSPILL_CACHE_LIMIT", raising=False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory):
     """A function from a name in tiny_models.TINY to the folder of that checkpoint, written once a session."""

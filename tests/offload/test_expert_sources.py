@@ -66,7 +66,7 @@ def test_many_experts_at_once_arrive_as_they_lie_in_the_files(
     fill(whole, model, device)
     slots = Slots((block,), block.experts, "fetch", Tier.DISK)
     staging = device.allocate_host(READ_BUFFERS * slots.slot_bytes, pinned=False).data
-    source = DiskSource(DiskReads(device, staging.split(slots.slot_bytes), {}))
+    source = DiskSource(DiskReads(device, staging.split(slots.slot_bytes), {}), {})
     rounds = [expert for _ in range(3) for expert in range(block.experts)]
     rooms = []
     for expert in rounds:
@@ -87,7 +87,7 @@ def test_a_read_that_fails_is_told_to_the_one_who_waits(tmp_path: Path) -> None:
     slots = Slots((block,), block.experts, "fetch", Tier.DISK)
     device = emulated()
     staging = device.allocate_host(READ_BUFFERS * slots.slot_bytes, pinned=False).data
-    source = DiskSource(DiskReads(device, staging.split(slots.slot_bytes), {}))
+    source = DiskSource(DiskReads(device, staging.split(slots.slot_bytes), {}), {})
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(2000)
     room = device.allocate(slots.slot_bytes, "expert_slots").data

@@ -180,13 +180,16 @@ def test_slots_by_their_number_their_bytes_and_their_budget(tiny: MakeTiny) -> N
         assert str(one) in f"{refused.value.message} {refused.value.hint}"
 
 
-def test_what_is_not_on_disk_as_it_is_computed_with_does_not_stream_from_there(tiny: MakeTiny) -> None:
-    assert planned(tiny("qwen3_moe"), stream(slots=7, tier="disk")).on(Tier.DISK)
+def test_experts_on_disk_are_fetched_and_converted_where_they_are_there_in_another_dtype(tiny: MakeTiny) -> None:
+    plan = planned(tiny("qwen3_moe"), stream(slots=7, tier="disk"))
+    assert plan.on(Tier.DISK)
+    assert not plan.converted
     with pytest.raises(ConfigError, match='"policy" is "cpu" and "tier" is "disk"'):
         planned(tiny("qwen3_moe"), stream(slots=7, tier="disk", policy="cpu"))
     model = model_of(tiny("qwen3_moe"), "bfloat16")
-    with pytest.raises(ConfigError, match=r"gate_up_proj is torch\.float32, so it does not lie on disk as"):
-        make_plan(model, settings_for(stream(slots=7, tier="disk")), emulated(), context_tokens=CONTEXT)
+    plan = make_plan(model, settings_for(stream(slots=7, tier="disk")), emulated(), context_tokens=CONTEXT)
+    assert plan.converted == tuple(p.weight for p in plan.on(Tier.DISK))
+    assert any("converted once (12 cast from float32) into the cache" in note for note in plan.notes)
 
 
 def test_experts_that_end_in_a_norm_are_not_placed() -> None:

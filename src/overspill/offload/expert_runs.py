@@ -11,6 +11,7 @@ from torch import nn
 from overspill.errors import PlacementDefect
 from overspill.machine.arena import Block
 from overspill.machine.device import Device
+from overspill.offload.conversion_cache import Converted
 from overspill.offload.expert_costs import measure_costs
 from overspill.offload.expert_sources import DiskSource, ExpertSource, HostSource
 from overspill.offload.fetches import DiskReads
@@ -52,7 +53,12 @@ class ExpertRuns:
 
 
 def run_experts(
-    plan: Plan, model: nn.Module, device: Device, blocks: Mapping[str, Block], hosts: Mapping[str, torch.Tensor]
+    plan: Plan,
+    model: nn.Module,
+    device: Device,
+    blocks: Mapping[str, Block],
+    hosts: Mapping[str, torch.Tensor],
+    converted: Converted,
 ) -> ExpertRuns:
     """What `plan` says of routed experts. `blocks` are the allocations by purpose, `hosts` the filled host weights."""
 
@@ -80,7 +86,7 @@ def run_experts(
         if staging.expert_bytes:
             memory = blocks["staging"].data[staging.cpu_bytes : staging.cpu_bytes + staging.expert_bytes]
             buffers = memory.split(slots.slot_bytes)
-        source = DiskSource(DiskReads(device, buffers, plan.model.stamps))
+        source = DiskSource(DiskReads(device, buffers, {**plan.model.stamps, **converted.stamps}), converted.sources)
     else:
         source = HostSource(device, hosts)
     help_ = None

@@ -10,7 +10,7 @@ import torch
 from overspill.machine.device import Device
 from overspill.model.experts import ExpertBlock
 from overspill.model.sources import Extents
-from overspill.offload.fetches import DiskReads, Fetch, HostFetch, Region, runs_of
+from overspill.offload.fetches import DiskReads, Fetch, HostFetch, Region, extents_of, runs_of
 from overspill.plan.slots import part_span
 
 
@@ -41,17 +41,17 @@ class HostSource(ExpertSource):
 
 
 class DiskSource(ExpertSource):
-    """From the checkpoint's files, one read per run of bytes."""
+    """From the checkpoint's files, or those of `converted` weights by name, one read per run of bytes."""
 
-    def __init__(self, reads: DiskReads) -> None:
+    def __init__(self, reads: DiskReads, converted: Mapping[str, Extents]) -> None:
         self.reads = reads
+        self._converted = converted
 
     def start(self, block: ExpertBlock, expert: int, slot: torch.Tensor) -> Fetch:
         regions = []
         for attribute, weight in block.weights.items():
-            assert isinstance(weight.source, Extents)
             nbytes = weight.nbytes // block.experts
-            runs = runs_of(weight.source, expert * nbytes, (expert + 1) * nbytes)
+            runs = runs_of(extents_of(weight, self._converted), expert * nbytes, (expert + 1) * nbytes)
             with torch._C._DisableTorchDispatch():
                 regions.append(Region(runs, slot[part_span(block, attribute, expert)]))
         return self.reads.start(regions)

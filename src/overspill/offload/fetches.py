@@ -14,6 +14,7 @@ from overspill.checkpoint import Extent, FileStamp, verify_untouched
 from overspill.machine.device import Device, Transfer
 from overspill.machine.reads import FileReader
 from overspill.model.sources import Extents
+from overspill.model.weights import Weight
 from overspill.offload.loader import byte_view
 
 _READERS = 2
@@ -122,6 +123,14 @@ class DiskFetch(Fetch):
         for transfer in self._read.result():
             transfer.join()
         return True
+
+
+def extents_of(weight: Weight, converted: Mapping[str, Extents]) -> Extents:
+    """Where a weight on disk is read: among the `converted`, by name, or in the checkpoint."""
+    source = converted.get(weight.full, weight.source)
+    assert isinstance(source, Extents), f"{weight.full} is on disk, and nothing holds it as it is computed with"
+    assert source.dtype == weight.dtype, f"{weight.full} is on disk as {source.dtype}, not as {weight.dtype}"
+    return source
 
 
 def runs_of(source: Extents, begin: int, end: int, at: int = 0) -> list[Extent]:

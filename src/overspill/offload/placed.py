@@ -16,6 +16,7 @@ from overspill.machine.arena import Arena, Block, packed_bytes
 from overspill.machine.device import Device
 from overspill.model.hf import rebuild_buffers
 from overspill.model.hf_experts import IMPLEMENTATION, install, set_experts_implementation
+from overspill.offload.conversion_cache import Converted, convert
 from overspill.offload.expert_runs import ExpertRuns, run_experts
 from overspill.offload.fetches import DiskReads
 from overspill.offload.ledger import Ledger, take_ledger
@@ -31,7 +32,8 @@ class PlacedModel:
     """A transformers model that runs, its plan, and the proof. It owns all blocks; dropping it frees them.
 
     `loaded` is the ledger as it was taken after loading, `ledger` has what happened since as well.
-    `blocks` are the allocations by purpose, `hosts` the host copies by weight name.
+    `blocks` are the allocations by purpose, `hosts` the host copies by weight name, `converted` the files of the cache
+    that are read, which stay as long as this does.
     """
 
     model: nn.Module
@@ -42,6 +44,7 @@ class PlacedModel:
     experts: ExpertRuns
     blocks: dict[str, Block] = field(repr=False)
     hosts: dict[str, torch.Tensor] = field(repr=False)
+    converted: Converted = field(repr=False)
     turn: RLock = field(default_factory=RLock, repr=False)
 
     @property
@@ -65,13 +68,15 @@ class PlacedModel:
 def place(plan: Plan, device: Device, *, progress: Progress | None = None, debug: bool = False) -> PlacedModel:
     """Load `plan.model` as planned and prove it.
 
-    Raises CheckpointError, DeviceOutOfMemoryError, or PlacementDefect (ours). `debug` poisons released ring buffers.
+    Raises CheckpointError, CapacityError (of the conversion cache), DeviceOutOfMemoryError, or PlacementDefect (ours).
+    `debug` poisons released ring buffers.
     """
     started = time.perf_counter()
     model = plan.model.skeleton
     if plan.model.checkpoint is not None:
         rebuild_buffers(model)
-    blocks, targets, prefetcher = _lay_out(plan, device, model, debug=debug)
+    converted = convert(plan.converted, plan.model, progress=progress)  # while memory is free
+    blocks, targets, prefetcher = _lay_out(plan, device, model, converted, debug=debug)
     device.reserve("kv_cache", plan.memory.kv_cache_bytes or 0)
     read_bytes = fill(targets, plan.model, device, progress=progress)
     for placement in plan.placements:
@@ -90,7 +95,7 @@ def place(plan: Plan, device: Device, *, progress: Progress | None = None, debug
                 assign(model, weight, prefetcher.view(index, offset, weight.shape, weight.dtype))
         prefetcher.install(model)
     hosts = {p.weight.full: targets[p.weight.full] for p in plan.on(Tier.HOST)}
-    experts = run_experts(plan, model, device, blocks, hosts)
+    experts = run_experts(plan, model, device, blocks, hosts, converted)
     for path, runner in experts.by_module():
         install(model.get_submodule(path), runner)
     if experts.by_module():
@@ -102,11 +107,11 @@ def place(plan: Plan, device: Device, *, progress: Progress | None = None, debug
         model, plan, blocks, hosts, device, read_bytes=read_bytes, load_seconds=time.perf_counter() - started
     )
     _say(plan, ledger)
-    return PlacedModel(model, plan, ledger, device, prefetcher, experts, blocks, hosts)
+    return PlacedModel(model, plan, ledger, device, prefetcher, experts, blocks, hosts, converted)
 
 
 def _lay_out(
-    plan: Plan, device: Device, model: nn.Module, *, debug: bool
+    plan: Plan, device: Device, model: nn.Module, converted: Converted, *, debug: bool
 ) -> tuple[dict[str, Block], dict[str, torch.Tensor], Prefetcher | None]:
     """Allocate what the plan says, cut every weight's place, and move the rebuilt buffers in."""
     resident = [p.weight for p in plan.on(Tier.DEVICE)]
@@ -150,8 +155,8 @@ def _lay_out(
     if ring.on(Tier.DISK):
         nbytes = plan.staging.layer_bytes
         buffers = blocks["staging"].data[-nbytes:].split(ring.buffer_bytes) if nbytes else ()
-        reads = DiskReads(device, buffers, plan.model.stamps)
-    source = LayerSource(device, ring.layers, layer_host, reads)
+        reads = DiskReads(device, buffers, {**plan.model.stamps, **converted.stamps})
+    source = LayerSource(device, ring.layers, layer_host, reads, converted.sources)
     return blocks, targets, Prefetcher(ring, blocks["buffer_pool"].data, source, device, poison=debug)
 
 

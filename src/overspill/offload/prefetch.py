@@ -20,7 +20,7 @@ from overspill.errors import CheckpointError
 from overspill.machine.arena import aligned_bytes, cut
 from overspill.machine.device import Device
 from overspill.model.sources import Extents
-from overspill.offload.fetches import DiskReads, Fetch, HostFetch, Region, runs_of
+from overspill.offload.fetches import DiskReads, Fetch, HostFetch, Region, extents_of, runs_of
 from overspill.plan import Ring, RingLayer
 from overspill.plan.ring import buffer_of, next_index
 
@@ -40,7 +40,7 @@ class LayerSource:
     """Where a ring's layers come from. One thread asks.
 
     `layer_host[i]`, uint8 [layers[i].nbytes], is laid out as the buffer is; a layer without one is read from its files
-    by `reads`.
+    by `reads`, those of `converted` (by weight name) where the checkpoint's are not read as they are.
     """
 
     def __init__(
@@ -49,11 +49,14 @@ class LayerSource:
         layers: Sequence[RingLayer],
         layer_host: Mapping[int, torch.Tensor],
         reads: DiskReads | None,
+        converted: Mapping[str, Extents],
     ) -> None:
         self.reads = reads
         self._device = device
         self._layer_host = layer_host
-        self._runs = {index: _layer_runs(layer) for index, layer in enumerate(layers) if index not in layer_host}
+        self._runs = {
+            index: _layer_runs(layer, converted) for index, layer in enumerate(layers) if index not in layer_host
+        }
 
     def start(self, index: int, buffer: torch.Tensor) -> Fetch:
         """Begin to fill `buffer`, uint8 [layer's bytes] of device memory, with ring layer `index`."""
@@ -63,11 +66,10 @@ class LayerSource:
         return self.reads.start([Region(self._runs[index], buffer)])
 
 
-def _layer_runs(layer: RingLayer) -> list[Extent]:
+def _layer_runs(layer: RingLayer, converted: Mapping[str, Extents]) -> list[Extent]:
     runs = []
     for weight, offset in zip(layer.weights, offsets(layer), strict=True):
-        assert isinstance(weight.source, Extents)
-        runs += runs_of(weight.source, 0, weight.nbytes, offset)
+        runs += runs_of(extents_of(weight, converted), 0, weight.nbytes, offset)
     return runs
 
 

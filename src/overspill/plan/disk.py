@@ -1,4 +1,4 @@
-"""What stays in the checkpoint because memory does not hold it: experts behind slots, and of every layer a fixed share.
+"""What stays on disk because memory does not hold it: experts behind slots, and of every layer a fixed share.
 
 For a scan over all weights the share that is held is the hit rate, whatever is evicted when; so the resident set is
 fixed, and the rest is read each step, ahead of its turn, into a ring of buffers. It is spread over the layers evenly,
@@ -7,12 +7,13 @@ so that the disk is as busy beside the first layer as beside the last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from overspill.config import OffloadConfig, format_bytes
+from overspill.model.converted import needs_conversion
 from overspill.model.experts import expert_blocks
-from overspill.model.sources import Extents
+from overspill.model.sources import Live
 from overspill.model.weights import ModelMap, Role, Weight
 from overspill.plan.experts import sized
 from overspill.plan.placement import MemoryForecast, Placement
@@ -95,7 +96,8 @@ def _experts_on_disk(
     blocks = expert_blocks(model)
     if not blocks or not all(lies_on_disk(weight) for block in blocks for weight in block.weights.values()):
         return layout
-    note = "memory does not hold the model: routed experts stay in the checkpoint, behind slots"
+    stay = _stay(weight for block in blocks for weight in block.weights.values())
+    note = f"memory does not hold the model: routed experts {stay}, behind slots"
     experts = replace(choice.experts, slots=Slots(blocks, 0, "fetch", Tier.DISK), notes=(*choice.experts.notes, note))
     return lay_out(replace(choice, experts=experts))
 
@@ -114,8 +116,12 @@ LayersOf = Callable[[Sequence[Weight]], tuple[RingLayer, ...]]
 
 
 def lies_on_disk(weight: Weight) -> bool:
-    """Whether the checkpoint holds the weight as the model computes with it."""
-    return isinstance(weight.source, Extents) and weight.source.dtype == weight.dtype
+    """Whether a file can hold the weight: the checkpoint, or where it is otherwise there, one of converted weights."""
+    return not isinstance(weight.source, Live)
+
+
+def _stay(weights: Iterable[Weight]) -> str:
+    return "stay on disk" if any(map(needs_conversion, weights)) else "stay in the checkpoint"
 
 
 def candidates(model: ModelMap, free: Sequence[Weight]) -> list[Weight]:
@@ -151,7 +157,7 @@ def ring_from_disk(weights: Sequence[Weight], layers_of: LayersOf, excess: int) 
             for ring in _rings(layers, least_step):
                 if ring.nbytes - ring.pool_bytes >= excess:
                     return ring, (
-                        f"memory: {len(taken)} weights, {format_bytes(total)}, stay in the checkpoint and are read "
+                        f"memory: {len(taken)} weights, {format_bytes(total)}, {_stay(taken)} and are read "
                         f"each step, through {ring.step} buffers of {format_bytes(ring.buffer_bytes)}"
                     )
     return None
@@ -190,7 +196,8 @@ def host_share(ring: Ring, excess: int) -> tuple[Ring, str] | None:
             layers = [
                 replace(layer, tier=Tier.DISK) if index in chosen else layer for index, layer in enumerate(ring.layers)
             ]
+            stay = _stay(weight for index in chosen for weight in ring.layers[index].weights)
             return replace(ring, layers=tuple(layers)), (
-                f"memory: {count} of {len(ring.layers)} offloaded layers, {format_bytes(freed)}, stay in the checkpoint"
+                f"memory: {count} of {len(ring.layers)} offloaded layers, {format_bytes(freed)}, {stay}"
             )
     return None

@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from overspill.config import ExpertStreamConfig, ExtensionConfig, PlacementConfig, PlacementRule, format_bytes
 from overspill.errors import ConfigError, UnsupportedModelError
 from overspill.model.experts import ExpertBlock, expert_blocks, other_experts
-from overspill.model.sources import Extents
 from overspill.model.weights import ModelMap
 from overspill.plan.slots import SWEEP_SLOTS, Slots
 from overspill.plan.tiers import Access, Tier
@@ -235,14 +234,12 @@ def _slots(blocks: tuple[ExpertBlock, ...], stream: ExpertStreamConfig) -> Slots
         )
     tier = Tier.DISK if stream.tier == "disk" else Tier.HOST
     policy = stream.policy or "fetch"
-    if tier is Tier.DISK:
-        if policy != "fetch" and stream.policy is not None:
-            raise ConfigError(
-                f'expert_stream: "policy" is "{policy}" and "tier" is "disk": what is on disk must be read before '
-                "anything can compute it",
-                hint='"policy": "fetch", or "tier": "host"',
-            )
-        _refuse_conversions(blocks)
+    if tier is Tier.DISK and policy != "fetch":
+        raise ConfigError(
+            f'expert_stream: "policy" is "{policy}" and "tier" is "disk": what is on disk must be read before anything '
+            "can compute it",
+            hint='"policy": "fetch", or "tier": "host"',
+        )
     slots = Slots(blocks, 0, policy, tier)
     if stream.slots is not None and stream.slot_bytes is not None:
         nbytes = stream.slots * stream.slot_bytes
@@ -269,19 +266,6 @@ def _slots(blocks: tuple[ExpertBlock, ...], stream: ExpertStreamConfig) -> Slots
             hint='give both, or "cache_bytes"',
         )
     return slots.of(stream.slots or 0)
-
-
-def _refuse_conversions(blocks: Sequence[ExpertBlock]) -> None:
-    for block in blocks:
-        for weight in block.weights.values():
-            source = weight.source
-            if not isinstance(source, Extents) or source.dtype != weight.dtype:
-                what = "is transformed while loading" if not isinstance(source, Extents) else f"is {source.dtype}"
-                raise ConfigError(
-                    f'expert_stream: "tier" is "disk", but {weight.full} {what}, so it does not lie on disk as the '
-                    f"model computes with it ({weight.dtype})",
-                    hint='"tier": "host", a --dtype as the checkpoint has it, or a checkpoint in safetensors',
-                )
 
 
 def _stream_notes(slots: Slots, stream: ExpertStreamConfig) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from overspill.machine.device import Link
+from overspill.model.converted import needs_conversion
 from overspill.model.experts import ExpertBlock
 from overspill.model.weights import ModelMap, Weight
 from overspill.plan.ring import Ring
@@ -125,6 +126,11 @@ class Plan:
 
     def on(self, tier: Tier) -> list[Placement]:
         return [p for p in self.placements if p.tier is tier]
+
+    @property
+    def converted(self) -> tuple[Weight, ...]:
+        """Weights on disk that are not in the checkpoint as they are computed with: a file of them is made once."""
+        return tuple(p.weight for p in self.on(Tier.DISK) if needs_conversion(p.weight))
 
     def bytes_by_access(self) -> Counter[Access]:
         total: Counter[Access] = Counter()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from overspill.config import OffloadConfig, Settings, format_bytes
 from overspill.errors import ConfigError
@@ -14,6 +15,7 @@ from overspill.machine.memory import host_available_bytes
 from overspill.model.map import conversions
 from overspill.model.weights import ModelMap, Weight
 from overspill.plan.capacity import capacity_warnings, refuse_capacity
+from overspill.plan.converted import conversion_note
 from overspill.plan.disk import Layout, within_memory
 from overspill.plan.experts import nothing_saved
 from overspill.plan.placement import MemoryForecast, Placement, Plan, StepForecast
@@ -90,7 +92,7 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
         step=_step(layout, settings.engine.max_num_seqs, device),
         buffers_bytes=buffers_bytes,
         kv_cache_tokens=server_cache_tokens(memory, model.trace, settings.engine),
-        notes=(*settings.notes, *experts.notes, *choice.notes, *_model_notes(model)),
+        notes=(*settings.notes, *experts.notes, *choice.notes, *_model_notes(model, layout.placements)),
         warnings=(
             *settings.warnings,
             *experts.warnings,
@@ -100,7 +102,7 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
         ),
     )
     refuse_capacity(plan, settings, unified=device.unified, forecast=lambda offload: laid_out(offload).memory)
-    return plan
+    return replace(plan, notes=(*plan.notes, conversion_note(model, plan.converted))) if plan.converted else plan
 
 
 def _place(weight: Weight, moved: Mapping[str, tuple[Tier, Access, str]]) -> Placement:
@@ -161,9 +163,9 @@ def _step(layout: Layout, tokens: int, device: Device) -> StepForecast:
     )
 
 
-def _model_notes(model: ModelMap) -> list[str]:
+def _model_notes(model: ModelMap, placements: Sequence[Placement]) -> list[str]:
     notes = []
-    if decoded := conversions(model.weights):
+    if decoded := conversions(tuple(p.weight for p in placements if p.tier is not Tier.DISK)):
         operations = [f"{count} {why}" for why, count in sorted(Counter(why for _, why in decoded).items())]
         total = sum(weight.nbytes for weight, _ in decoded)
         notes.append(
