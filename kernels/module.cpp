@@ -1,8 +1,13 @@
-// overspill._kernels: what cpu_experts.py calls. It checks dtypes and shapes; addresses arrive here as numbers.
+// overspill._kernels: what cpu_experts.py and mappings.py call. They check dtypes and shapes; addresses arrive here as
+// numbers.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <cerrno>
+#include <system_error>
+
 #include "experts.hpp"
+#include "mapping.hpp"
 #include "paths.hpp"
 
 namespace nb = nanobind;
@@ -20,6 +25,7 @@ Choices choices(uintptr_t index, uintptr_t weights, size_t tokens, size_t each) 
 }  // namespace
 
 NB_MODULE(_kernels, module) {
+    nb::set_leak_warnings(false);  // a process may end with weights in use
     nb::enum_<Type>(module, "Type")
         .value("float32", Type::float32)
         .value("bfloat16", Type::bfloat16)
@@ -76,4 +82,24 @@ NB_MODULE(_kernels, module) {
             return read_memory(path, pointer(address), bytes, threads);
         },
         free);
+
+    nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const std::system_error& error) {
+            errno = error.code().value();
+            PyErr_SetFromErrno(PyExc_OSError);
+        }
+    });
+    nb::class_<Mapping>(module, "Mapping")
+        .def(nb::init<int, size_t>())
+        .def_prop_ro("address", &Mapping::address)
+        .def_prop_ro("bytes", &Mapping::bytes)
+        .def_prop_ro("lost",
+                     [](const Mapping& mapping) {
+                         const size_t at = mapping.lost();
+                         return at == Mapping::nowhere ? nb::object(nb::none()) : nb::object(nb::int_(at));
+                     })
+        .def("restore", &Mapping::restore)
+        .def("populate", &Mapping::populate, free);
 }

@@ -1,7 +1,8 @@
 # A library with every instruction set's path; which one runs is chosen when it is loaded.
 find_package(Threads REQUIRED)
 add_library(kernels STATIC
-  kernels/experts.cpp kernels/paths.cpp kernels/path_portable.cpp kernels/pool.cpp kernels/read_memory.cpp)
+  kernels/experts.cpp kernels/mapping.cpp kernels/paths.cpp kernels/path_portable.cpp kernels/pool.cpp
+  kernels/read_memory.cpp)
 target_compile_features(kernels PUBLIC cxx_std_17)
 # A product and a sum may become one operation (as everywhere on ARM); nothing else is reordered.
 target_compile_options(kernels PUBLIC -fvisibility=hidden -ffp-contract=fast -Wall -Wextra -Wno-psabi)

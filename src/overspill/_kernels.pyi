@@ -1,4 +1,4 @@
-"""The CPU kernels (kernels/module.cpp). Addresses are those of tensors that the caller keeps alive."""
+"""The CPU kernels and mappings (kernels/module.cpp). Addresses are those of tensors that the caller keeps alive."""
 
 import enum
 
@@ -71,3 +71,24 @@ class Experts:
 
 def read_memory(path: Path, address: int, bytes: int, threads: int) -> float:
     """Read whole cache lines as fast as memory gives them."""
+
+class Mapping:
+    """The first `bytes` of an open file, mapped read-only; unmapped when this is freed. Raises OSError.
+
+    Where the file has lost pages, or its disk cannot give them, what reads them reads zeros from there to the end.
+    """
+
+    def __init__(self, fd: int, bytes: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def lost(self) -> int | None:
+        """The offset of the first page that could not be read."""
+
+    def restore(self, fd: int) -> None:
+        """Map the file again in the same place."""
+
+    def populate(self, offset: int, bytes: int) -> None:
+        """Bring a span into the page cache, as far as it can be read. The interpreter's lock is not held."""

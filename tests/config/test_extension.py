@@ -10,6 +10,7 @@ from overspill.config import (
     PlacementOverride,
     parse_offload_config,
     placement_warnings,
+    resolve,
     unbuilt_refusals,
 )
 from overspill.config.experts import MAX_N_CPU_MOE
@@ -158,8 +159,6 @@ def test_fit_beside_a_placement_that_asks_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("extension", "path"),
     [
-        ({"mmap": {"enabled": True}}, "mmap.enabled"),
-        ({"mmap": {"prefault": False}}, "mmap.prefault"),
         ({"placement": {"fit": True}}, "placement.fit"),
     ],
 )
@@ -174,15 +173,11 @@ def test_what_is_not_built_is_refused_by_name(extension: dict[str, Any], path: s
 def test_everything_unbuilt_is_told_at_once_and_by_what_set_it() -> None:
     with pytest.raises(ConfigError) as caught:
         unbuilt_refusals(
-            parsed({"mmap": {"enabled": True, "prefault": True}, "placement": {"fit": True}}),
+            parsed({"placement": {"fit": True}}),
             root="vllm_cpp",
             origins={"placement.fit": "VT_PLACEMENT_FIT=1"},
         )
     assert caught.value.message.splitlines() == [
-        '"vllm_cpp.mmap.enabled" is understood but not built in this version: weights would be read into memory all '
-        "the same",
-        '"vllm_cpp.mmap.prefault" is understood but not built in this version: weights would be read into memory all '
-        "the same",
         'VT_PLACEMENT_FIT=1 ("vllm_cpp.placement.fit") is understood but not built in this version: no placement would '
         "be chosen",
     ]
@@ -190,11 +185,11 @@ def test_everything_unbuilt_is_told_at_once_and_by_what_set_it() -> None:
 
 def test_what_asks_for_nothing_or_is_built_is_accepted() -> None:
     unbuilt_refusals(ExtensionConfig())
-    unbuilt_refusals(parsed({**EVERYTHING, "mmap": {}}))
+    unbuilt_refusals(parsed(EVERYTHING))
     unbuilt_refusals(
         parsed(
             {
-                "mmap": {"enabled": False},
+                "mmap": {"enabled": True, "prefault": False},
                 "expert_stream": {"enabled": False, "slots": 64, "slot_bytes": 64},
                 "device_fit": {"weight_budget_bytes": 1 << 30},
                 "placement": {"overrides": [], "cpu_moe": False, "n_cpu_moe": 0, "fit": False},
@@ -229,6 +224,21 @@ def test_a_placement_beside_mapped_weights_is_warned_of(placement: dict[str, Any
 )
 def test_one_without_the_other_is_not(extension: dict[str, Any]) -> None:
     assert placement_warnings(parsed(extension)) == ()
+
+
+@pytest.mark.parametrize(
+    ("mmap", "warned"),
+    [
+        ({"prefault": True}, True),
+        ({"enabled": False, "prefault": False}, True),
+        ({"enabled": True, "prefault": False}, False),
+        ({"enabled": False}, False),
+        ({}, False),
+    ],
+)
+def test_prefault_without_a_mapping_is_warned_of(mmap: dict[str, bool], warned: bool) -> None:
+    told = '"overspill.mmap.prefault" without "enabled": true changes nothing: no file is mapped'
+    assert resolve({"overspill": {"mmap": mmap}}, environ={}).warnings == ((told,) if warned else ())
 
 
 @pytest.mark.parametrize(

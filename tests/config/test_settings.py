@@ -169,7 +169,7 @@ def test_environment_overrides_the_document_and_is_noted() -> None:
     ("document", "environ", "message"),
     [
         ({"overspill": {"placement": {"fit": True}}}, {}, '"overspill.placement.fit" is understood'),
-        ('{"vllm_cpp": {"mmap": {"enabled": true}}}', {}, '"vllm_cpp.mmap.enabled" is understood'),
+        ('{"vllm_cpp": {"placement": {"fit": true}}}', {}, '"vllm_cpp.placement.fit" is understood'),
         (None, {"VT_PLACEMENT_FIT": "1"}, 'VT_PLACEMENT_FIT=1 ("overspill.placement.fit") is understood'),
     ],
 )

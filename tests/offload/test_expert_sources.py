@@ -17,9 +17,9 @@ from overspill.checkpoint import Extent
 from overspill.errors import CheckpointError
 from overspill.machine.emulated import _EmulatedTransfer
 from overspill.model.experts import expert_blocks
-from overspill.model.sources import Extents
+from overspill.model.sources import Extents, runs_of
 from overspill.offload.expert_sources import DiskSource
-from overspill.offload.fetches import DiskReads, runs_of
+from overspill.offload.fetches import DiskReads
 from overspill.offload.loader import fill
 from overspill.plan.slots import Slots, part_span
 from overspill.plan.staging import READ_BUFFERS

@@ -24,8 +24,10 @@ def _budget(value: int) -> int:
 class MmapConfig(Frozen):
     """Weights left in the mapped checkpoint file."""
 
-    enabled: Boolean | None = Field(default=None, description="borrow the weights' bytes from the mapped file")
-    prefault: Boolean | None = Field(default=None, description="read the borrowed pages while loading")
+    enabled: Boolean | None = Field(default=None, description="use weights where they lie, in the mapped checkpoint")
+    prefault: Boolean | None = Field(
+        default=None, description="read mapped weights into the page cache while loading; default: where it holds them"
+    )
 
 
 class DeviceFitConfig(Frozen):
@@ -58,14 +60,9 @@ def unbuilt_refusals(
     `root` is how the document spells the object; `origins` says for a path ("placement.cpu_moe") which
     environment variable set it ("VT_CPU_MOE=1"). Raises ConfigError with one line for each.
     """
-    mmap = extension.mmap
     unbuilt = [
         (path, consequence, way_out)
-        for path, asked, consequence, way_out in (
-            ("mmap.enabled", mmap.enabled, _READ, _REMOVE),
-            ("mmap.prefault", mmap.prefault is not None, _READ, _REMOVE),
-            ("placement.fit", extension.placement.fit, _UNFITTED, _PLACE),
-        )
+        for path, asked, consequence, way_out in (("placement.fit", extension.placement.fit, _UNFITTED, _PLACE),)
         if asked
     ]
     if not unbuilt:
@@ -89,6 +86,13 @@ def placement_warnings(extension: ExtensionConfig, *, root: str = "overspill") -
     )
 
 
+def idle_mmap(extension: ExtensionConfig, *, root: str = "overspill") -> tuple[str, ...]:
+    """What to tell of "prefault" where nothing is mapped."""
+    if extension.mmap.enabled or extension.mmap.prefault is None:
+        return ()
+    return (f'"{root}.mmap.prefault" without "enabled": true changes nothing: no file is mapped',)
+
+
 def stream_warnings(extension: ExtensionConfig, *, root: str = "overspill") -> tuple[str, ...]:
     """What to tell of fields of `expert_stream` beside its being switched off."""
     stream = extension.expert_stream
@@ -98,7 +102,5 @@ def stream_warnings(extension: ExtensionConfig, *, root: str = "overspill") -> t
     return (f'"{root}.expert_stream.enabled" is false: {names} beside it changes nothing',)
 
 
-_READ = "weights would be read into memory all the same"
 _UNFITTED = "no placement would be chosen"
-_REMOVE = "remove it"
 _PLACE = 'remove it, or state the placement with "cpu_moe", "n_cpu_moe" or "overrides"'

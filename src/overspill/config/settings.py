@@ -26,7 +26,7 @@ from overspill.config.experts import (
     refuse_half_a_size,
     refuse_targets,
 )
-from overspill.config.extension import placement_warnings, stream_warnings, unbuilt_refusals
+from overspill.config.extension import idle_mmap, placement_warnings, stream_warnings, unbuilt_refusals
 from overspill.config.refusals import Frozen, did_you_mean, shown, validated
 from overspill.config.sizes import GIB, parse_bandwidth, parse_bytes, parse_duration
 from overspill.errors import ConfigError
@@ -173,7 +173,11 @@ def resolve(
         unbuilt_refusals(extension, root=root, origins=overridden.origins)
         refuse_half_a_size(extension.expert_stream, root=root, origins=overridden.origins)
         refuse_targets(extension.placement, root=root, origins=overridden.origins)
-        warnings = (*placement_warnings(extension, root=root), *stream_warnings(extension, root=root))
+        warnings = (
+            *placement_warnings(extension, root=root),
+            *idle_mmap(extension, root=root),
+            *stream_warnings(extension, root=root),
+        )
         offload = offload.model_copy(update={"overspill": extension})
     environment = Environment.read(environ)
     return Settings(

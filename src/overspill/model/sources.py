@@ -100,6 +100,41 @@ def meta_of(record: TensorRecord) -> torch.Tensor:
     return torch.empty(record.shape, dtype=torch_dtype(record), device="meta")
 
 
+def runs_of(source: Extents, begin: int, end: int, at: int = 0) -> list[Extent]:
+    """The runs of the files that hold bytes `begin` to `end` of a parameter, for memory where they start at `at`."""
+    runs: list[Extent] = []
+    for extent in source.extents:
+        first, last = max(begin, extent.at), min(end, extent.at + extent.length)
+        if first < last:
+            _join(runs, extent, first, last, at + first - begin)
+    return runs
+
+
+def runs_by(source: Extents, piece_bytes: int) -> list[list[Extent]]:
+    """`runs_of` each `piece_bytes` of a parameter, one piece after the other."""
+    pieces: list[list[Extent]] = []
+    for extent in sorted(source.extents, key=lambda e: e.at):
+        first, end = extent.at, extent.at + extent.length
+        while first < end:
+            number, into = divmod(first, piece_bytes)
+            if number == len(pieces):
+                pieces.append([])
+            last = min(end, (number + 1) * piece_bytes)
+            _join(pieces[number], extent, first, last, into)
+            first = last
+    return pieces
+
+
+def _join(runs: list[Extent], extent: Extent, first: int, last: int, at: int) -> None:
+    """Add bytes `first` to `last` of a parameter, which `extent` holds, to the last of `runs` or as a new one."""
+    offset = extent.offset + first - extent.at
+    if runs and runs[-1].file == extent.file and runs[-1].offset + runs[-1].length == offset:
+        before = runs.pop()
+        runs.append(Extent(before.file, before.offset, before.length + last - first, before.at))
+    else:
+        runs.append(Extent(extent.file, offset, last - first, at))
+
+
 def _stacked_extents(group: ConversionGroup, records: Mapping[str, TensorRecord]) -> tuple[Extent, ...] | None:
     """Extents in the fused parameter where the operations only lay whole tensors one after the other.
 

@@ -27,9 +27,8 @@ from overspill.config import format_bytes
 from overspill.errors import CapacityError, CheckpointError
 from overspill.machine.reads import FileReader
 from overspill.model.converted import origins, weight_keys
-from overspill.model.sources import Conversion, Extents
+from overspill.model.sources import Conversion, Extents, runs_of
 from overspill.model.weights import ModelMap, Weight
-from overspill.offload.fetches import runs_of
 from overspill.offload.loader import Progress, byte_view
 
 _CHUNK_BYTES = 32 << 20

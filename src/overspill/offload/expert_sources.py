@@ -9,8 +9,8 @@ import torch
 
 from overspill.machine.device import Device
 from overspill.model.experts import ExpertBlock
-from overspill.model.sources import Extents
-from overspill.offload.fetches import DiskReads, Fetch, HostFetch, Region, extents_of, runs_of
+from overspill.model.sources import Extents, runs_of
+from overspill.offload.fetches import DiskReads, Fetch, HostFetch, Region, extents_of
 from overspill.plan.slots import part_span
 
 

@@ -131,19 +131,3 @@ def extents_of(weight: Weight, converted: Mapping[str, Extents]) -> Extents:
     assert isinstance(source, Extents), f"{weight.full} is on disk, and nothing holds it as it is computed with"
     assert source.dtype == weight.dtype, f"{weight.full} is on disk as {source.dtype}, not as {weight.dtype}"
     return source
-
-
-def runs_of(source: Extents, begin: int, end: int, at: int = 0) -> list[Extent]:
-    """The runs of the files that hold bytes `begin` to `end` of a parameter, for memory where they start at `at`."""
-    runs: list[Extent] = []
-    for extent in source.extents:
-        first, last = max(begin, extent.at), min(end, extent.at + extent.length)
-        if first >= last:
-            continue
-        offset = extent.offset + first - extent.at
-        if runs and runs[-1].file == extent.file and runs[-1].offset + runs[-1].length == offset:
-            before = runs.pop()
-            runs.append(Extent(before.file, before.offset, before.length + last - first, before.at))
-        else:
-            runs.append(Extent(extent.file, offset, last - first, at + first - begin))
-    return runs

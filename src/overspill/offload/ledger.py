@@ -86,6 +86,7 @@ def take_ledger(
     plan: Plan,
     blocks: Mapping[str, Block],
     hosts: Mapping[str, torch.Tensor],
+    mapped: Mapping[str, torch.Tensor],
     device: Device,
     *,
     read_bytes: int,
@@ -94,7 +95,7 @@ def take_ledger(
     """Walk `model` and hold every weight against `plan`.
 
     `blocks` are the allocations by purpose ("weights", "buffer_pool", "expert_slots", "host", "staging"), `hosts` the
-    host copies by weight name.
+    host copies by weight name, `mapped` the weights that lie in mapped files in one piece.
     Raises PlacementDefect, naming the weights, where tier, bytes or address differ from the plan, where a weight is
     missing from the walk, or where the plan offloads and nothing was consulted.
     """
@@ -105,11 +106,24 @@ def take_ledger(
         f"{name}: {fault}"
         for placement in plan.placements
         for name in (placement.weight.full, *placement.weight.aliases)
-        if (fault := _fault(tensors.get(name), _runs(model, name), placement, blocks, hosts, slots, device)) is not None
+        if (
+            fault := _mapped_fault(tensors.get(name), _runs(model, name), placement, mapped)
+            if placement.mapped
+            else _fault(tensors.get(name), _runs(model, name), placement, blocks, hosts, slots, device)
+        )
+        is not None
     ]
     walked = [p for p in plan.placements if p.weight.full in tensors]
     entries = [
-        _entry(p, tensors[p.weight.full], _runs(model, p.weight.full), blocks, hosts.get(p.weight.full)) for p in walked
+        _entry(
+            p,
+            tensors[p.weight.full],
+            _runs(model, p.weight.full),
+            blocks,
+            hosts.get(p.weight.full),
+            mapped.get(p.weight.full),
+        )
+        for p in walked
     ]
     wrong += _overlaps({e.name: (e.address, e.bytes) for e in entries if e.access is Access.RESIDENT})
     wrong += _overlaps({e.name: (e.host_address, e.bytes) for e in entries if e.host_address is not None})
@@ -153,11 +167,14 @@ def _entry(
     runs: Access | None,
     blocks: Mapping[str, Block],
     host: torch.Tensor | None,
+    mapped: torch.Tensor | None,
 ) -> Entry:
     """A weight as the walk found it; nothing here is taken from the plan but its name."""
     name, nbytes = placement.weight.full, tensor.numel() * tensor.element_size()
     if tensor.device.type == "meta":
         return Entry(name, Tier.DISK, runs or Access.RESIDENT, nbytes, 0)
+    if mapped is not None and tensor.data_ptr() == mapped.data_ptr():
+        return Entry(name, Tier.DISK, Access.IN_PLACE, nbytes, tensor.data_ptr())
     in_ring = "buffer_pool" in blocks and _inside(tensor, blocks["buffer_pool"])
     if host is None or not _inside(host, blocks["host"]):
         if in_ring:
@@ -202,6 +219,21 @@ def _fault(
     if access is Access.PREFETCH:
         return None if tensor.data_ptr() == slots[weight.full] else "not at its place in its ring buffer"
     return None if tensor.data_ptr() == host.data_ptr() else "another tensor than its host copy"
+
+
+def _mapped_fault(
+    tensor: torch.Tensor | None, runs: Access | None, placement: Placement, mapped: Mapping[str, torch.Tensor]
+) -> str | None:
+    """As `_fault`, of a weight that is used in a mapped file: in one piece, or by what computes its experts."""
+    weight = placement.weight
+    if tensor is None:
+        return "missing from the model"
+    if (tensor.numel() * tensor.element_size(), tensor.dtype) != (weight.nbytes, weight.dtype):
+        return f"{tuple(tensor.shape)} of {tensor.dtype}, planned {weight.nbytes} bytes of {weight.dtype}"
+    if tensor.device.type == "meta":
+        return None if runs is Access.IN_PLACE else "nothing computes its experts in the mapped files"
+    there = weight.full in mapped and tensor.data_ptr() == mapped[weight.full].data_ptr()
+    return None if there else "not where it lies in the mapped file"
 
 
 def _ring_slots(ring: Ring, pool: Block) -> dict[str, int]:

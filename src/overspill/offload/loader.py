@@ -59,7 +59,7 @@ def fill(
     with FileReader() as reader, ThreadPoolExecutor(1, thread_name_prefix="overspill-load") as ahead:
         straight = [piece for weight in weights for piece in _straight(weight, targets[weight.full])]
         reader.read(straight, progress)
-        for weight in weights:
+        for weight in model.weights:  # wherever they will be
             for twin in weight.twins:
                 _refuse_other_values(reader, weight, twin)
         waiting: tuple[_Job, Future[None]] | None = None

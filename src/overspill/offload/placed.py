@@ -21,6 +21,7 @@ from overspill.offload.expert_runs import ExpertRuns, run_experts
 from overspill.offload.fetches import DiskReads
 from overspill.offload.ledger import Ledger, take_ledger
 from overspill.offload.loader import Progress, assign, fill
+from overspill.offload.mapped import MappedWeights
 from overspill.offload.prefetch import LayerSource, Prefetcher, offsets
 from overspill.plan import Access, Plan, Tier
 
@@ -32,8 +33,8 @@ class PlacedModel:
     """A transformers model that runs, its plan, and the proof. It owns all blocks; dropping it frees them.
 
     `loaded` is the ledger as it was taken after loading, `ledger` has what happened since as well.
-    `blocks` are the allocations by purpose, `hosts` the host copies by weight name, `converted` the files of the cache
-    that are read, which stay as long as this does.
+    `blocks` are the allocations by purpose, `hosts` the host copies by weight name, `mapped` the files that weights are
+    used in, `converted` the files of the cache that are read, which stay as long as this does.
     """
 
     model: nn.Module
@@ -44,6 +45,7 @@ class PlacedModel:
     experts: ExpertRuns
     blocks: dict[str, Block] = field(repr=False)
     hosts: dict[str, torch.Tensor] = field(repr=False)
+    mapped: MappedWeights = field(repr=False)
     converted: Converted = field(repr=False)
     turn: RLock = field(default_factory=RLock, repr=False)
 
@@ -79,7 +81,12 @@ def place(plan: Plan, device: Device, *, progress: Progress | None = None, debug
     blocks, targets, prefetcher = _lay_out(plan, device, model, converted, debug=debug)
     device.reserve("kv_cache", plan.memory.kv_cache_bytes or 0)
     read_bytes = fill(targets, plan.model, device, progress=progress)
+    mapped = MappedWeights(plan, model)
+    if plan.prefault:
+        mapped.populate(progress)
     for placement in plan.placements:
+        if placement.mapped and placement.weight.full in mapped.tensors:
+            assign(model, placement.weight, mapped.tensors[placement.weight.full])
         if placement.tier is Tier.DISK:
             continue
         weight, tensor = placement.weight, targets[placement.weight.full]
@@ -95,19 +102,27 @@ def place(plan: Plan, device: Device, *, progress: Progress | None = None, debug
                 assign(model, weight, prefetcher.view(index, offset, weight.shape, weight.dtype))
         prefetcher.install(model)
     hosts = {p.weight.full: targets[p.weight.full] for p in plan.on(Tier.HOST)}
-    experts = run_experts(plan, model, device, blocks, hosts, converted)
+    experts = run_experts(plan, model, device, blocks, hosts | mapped.tensors, converted)
+    mapped.install(model)
     for path, runner in experts.by_module():
         install(model.get_submodule(path), runner)
-    if experts.by_module():
+    if experts.by_module() or mapped.experts:
         set_experts_implementation(model, IMPLEMENTATION)
     elif device.kind != "cuda":  # the loop over chosen experts reads only those; torch's grouped product reads all
         set_experts_implementation(model, "eager")
     device.synchronize()
     ledger = take_ledger(
-        model, plan, blocks, hosts, device, read_bytes=read_bytes, load_seconds=time.perf_counter() - started
+        model,
+        plan,
+        blocks,
+        hosts,
+        mapped.tensors,
+        device,
+        read_bytes=read_bytes,
+        load_seconds=time.perf_counter() - started,
     )
     _say(plan, ledger)
-    return PlacedModel(model, plan, ledger, device, prefetcher, experts, blocks, hosts, converted)
+    return PlacedModel(model, plan, ledger, device, prefetcher, experts, blocks, hosts, mapped, converted)
 
 
 def _lay_out(

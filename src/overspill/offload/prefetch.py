@@ -19,8 +19,8 @@ from overspill.checkpoint import Extent
 from overspill.errors import CheckpointError
 from overspill.machine.arena import aligned_bytes, cut
 from overspill.machine.device import Device
-from overspill.model.sources import Extents
-from overspill.offload.fetches import DiskReads, Fetch, HostFetch, Region, extents_of, runs_of
+from overspill.model.sources import Extents, runs_of
+from overspill.offload.fetches import DiskReads, Fetch, HostFetch, Region, extents_of
 from overspill.plan import Ring, RingLayer
 from overspill.plan.ring import buffer_of, next_index
 

@@ -43,6 +43,8 @@ def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: 
     pools = {"buffer pool": memory.buffer_pool_bytes}
     if memory.expert_slots_bytes:
         pools["expert slots"] = memory.expert_slots_bytes
+    if memory.mapped_bytes:
+        pools["mapped files"] = memory.mapped_bytes
     parts = ["weights", *pools, *(["KV cache"] if with_cache else [])]
     what = f"{', '.join(parts[:-1])} and {parts[-1]}"
     told = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in pools.items())
@@ -80,7 +82,7 @@ def capacity_warnings(memory: MemoryForecast) -> tuple[str, ...]:
 
 def _needed(memory: MemoryForecast, with_cache: bool) -> int:
     cache_bytes = memory.kv_cache_bytes or 0 if with_cache else 0
-    return memory.weights_bytes + memory.pools_bytes + cache_bytes
+    return memory.lasting_bytes + cache_bytes
 
 
 def _fits(forecast: Forecast, offload: OffloadConfig, with_cache: bool, limit: int) -> bool:

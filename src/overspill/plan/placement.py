@@ -23,15 +23,22 @@ class Placement:
     access: Access
     reason: str
 
+    @property
+    def mapped(self) -> bool:
+        """Used where it lies, in a mapped file of the checkpoint."""
+        return self.tier is Tier.DISK and self.access is Access.IN_PLACE
+
 
 @dataclass(frozen=True)
 class MemoryForecast:
     """Bytes by purpose. Working memory is that of a prompt pass at the full length; None where it is not known.
 
-    `staging_bytes` of host memory are what tensors pass through between device, host and disk.
+    `staging_bytes` of host memory are what tensors pass through between device, host and disk. `mapped_bytes` are what
+    mapped files hold of the page cache where the device's memory is the host's, 0 elsewhere.
     """
 
     weights_bytes: int
+    mapped_bytes: int
     buffer_pool_bytes: int
     expert_slots_bytes: int
     kv_cache_bytes: int | None
@@ -47,8 +54,13 @@ class MemoryForecast:
         return self.buffer_pool_bytes + self.expert_slots_bytes
 
     @property
+    def lasting_bytes(self) -> int:
+        """Device memory that is taken whatever is asked of the model."""
+        return self.weights_bytes + self.mapped_bytes + self.pools_bytes
+
+    @property
     def device_bytes(self) -> int:
-        return self.weights_bytes + self.pools_bytes + (self.kv_cache_bytes or 0) + (self.working_bytes or 0)
+        return self.lasting_bytes + (self.kv_cache_bytes or 0) + (self.working_bytes or 0)
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,7 @@ class Plan:
     """What will be where. `notes` are said once; `backend` is vLLM's ("uva", "prefetch"), None where neither is asked.
 
     `placed` are blocks of routed experts that the CPU computes, `slots` those that stream through the device.
+    `prefault`: what is `mapped` is read into the page cache while loading.
     `buffers_bytes` are rebuilt buffers that no checkpoint holds; they are part of the device's weights.
     `kv_cache_tokens` is about what a server's KV cache holds, None where it holds `sequences` of the whole context.
     """
@@ -106,6 +119,7 @@ class Plan:
     memory: MemoryForecast
     step: StepForecast
     buffers_bytes: int
+    prefault: bool = False
     kv_cache_tokens: int | None = None
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -132,6 +146,11 @@ class Plan:
         """Weights on disk that are not in the checkpoint as they are computed with: a file of them is made once."""
         return tuple(p.weight for p in self.on(Tier.DISK) if needs_conversion(p.weight))
 
+    @property
+    def mapped(self) -> tuple[Weight, ...]:
+        """Weights that are used where they lie in the mapped files of the checkpoint."""
+        return tuple(p.weight for p in self.placements if p.mapped)
+
     def bytes_by_access(self) -> Counter[Access]:
         total: Counter[Access] = Counter()
         for placement in self.placements:
@@ -157,6 +176,7 @@ class Plan:
                 (self.backend, self.backend is not None),
                 ("experts on the CPU", self.placed),
                 ("expert slots", self.slots is not None),
+                ("mapped files", self.mapped),
                 ("layers from disk", self.ring is not None and self.ring.on(Tier.DISK)),
             )
             if there and word is not None

@@ -18,6 +18,7 @@ from overspill.plan.capacity import capacity_warnings, refuse_capacity
 from overspill.plan.converted import conversion_note
 from overspill.plan.disk import Layout, within_memory
 from overspill.plan.experts import nothing_saved
+from overspill.plan.mapped import Mapped
 from overspill.plan.placement import MemoryForecast, Placement, Plan, StepForecast
 from overspill.plan.policy import Choice, choose
 from overspill.plan.server_cache import server_cache_tokens, server_memory
@@ -55,12 +56,11 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
     pinned = not environment.disable_pin_memory
     zero_copy = pinned and not environment.disable_uva
     buffers_bytes = _rebuilt_buffer_bytes(model)
+    mapped = Mapped(model, settings.offload.extension.mmap, device.unified)
 
     def lay_out(choice: Choice) -> Layout:
-        ring, experts = choice.ring, choice.experts
-        moved = experts.moved() | {name: (Tier.HOST, *rest) for name, rest in choice.moved.items()}
-        for layer in ring.on(Tier.DISK) if ring is not None else ():
-            moved |= {w.full: (Tier.DISK, *moved[w.full][1:]) for w in layer.weights}
+        ring, experts, moved = choice.ring, choice.experts, _moved(choice)
+        moved |= mapped.moved(moved)
         placements = tuple(_place(weight, moved) for weight in model)
         tokens = settings.engine.max_num_batched_tokens or context_tokens * settings.engine.max_num_seqs
         staging = staging_for(experts.placed, experts.slots, ring, tokens, unified=device.unified)
@@ -74,6 +74,7 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
     layout = laid_out(settings.offload)
     choice, memory = layout.choice, layout.memory
     experts = choice.experts
+    mapping = mapped.told(layout.placements, memory.available_host_bytes - memory.host_bytes - memory.staging_bytes)
     plan = Plan(
         model=model,
         backend=settings.offload.resolved_backend,
@@ -91,18 +92,28 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
         memory=memory,
         step=_step(layout, settings.engine.max_num_seqs, device),
         buffers_bytes=buffers_bytes,
+        prefault=mapping.prefault,
         kv_cache_tokens=server_cache_tokens(memory, model.trace, settings.engine),
-        notes=(*settings.notes, *experts.notes, *choice.notes, *_model_notes(model, layout.placements)),
+        notes=(*settings.notes, *experts.notes, *choice.notes, *mapping.notes, *_model_notes(model, layout.placements)),
         warnings=(
             *settings.warnings,
             *experts.warnings,
             *([told] if experts.slots is not None and (told := nothing_saved(experts.slots)) is not None else []),
             *choice.warnings,
+            *mapping.warnings,
             *capacity_warnings(memory),
         ),
     )
     refuse_capacity(plan, settings, unified=device.unified, forecast=lambda offload: laid_out(offload).memory)
     return replace(plan, notes=(*plan.notes, conversion_note(model, plan.converted))) if plan.converted else plan
+
+
+def _moved(choice: Choice) -> dict[str, tuple[Tier, Access, str]]:
+    """Tier, access and why of what leaves the device's memory for the host's, or is brought from disk."""
+    moved = choice.experts.moved() | {name: (Tier.HOST, *rest) for name, rest in choice.moved.items()}
+    for layer in choice.ring.on(Tier.DISK) if choice.ring is not None else ():
+        moved |= {w.full: (Tier.DISK, *moved[w.full][1:]) for w in layer.weights}
+    return moved
 
 
 def _place(weight: Weight, moved: Mapping[str, tuple[Tier, Access, str]]) -> Placement:
@@ -128,11 +139,13 @@ def _memory(
     sizes = {
         tier: packed_bytes(p.weight.nbytes for p in placements if p.tier is tier) for tier in (Tier.DEVICE, Tier.HOST)
     }
+    mapped_bytes = sum(p.weight.nbytes for p in placements if p.mapped)
     traced = model.trace if model.trace.failure is None else None
     experts = choice.experts
     limit = settings.engine.memory_limit_bytes
     memory = MemoryForecast(
         weights_bytes=sizes[Tier.DEVICE] + buffers_bytes,
+        mapped_bytes=mapped_bytes if device.unified else 0,
         buffer_pool_bytes=choice.ring.pool_bytes if choice.ring is not None else 0,
         expert_slots_bytes=experts.slots.pool_bytes if experts.slots is not None else 0,
         kv_cache_bytes=traced.kv_cache_bytes if traced is not None else None,

@@ -50,6 +50,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "memory": {
             "device": {
                 "weights_bytes": memory.weights_bytes,
+                "mapped_bytes": memory.mapped_bytes,
                 "buffer_pool_bytes": memory.buffer_pool_bytes,
                 "expert_slots_bytes": memory.expert_slots_bytes,
                 "kv_cache_bytes": memory.kv_cache_bytes,
@@ -194,6 +195,7 @@ def _memory_table(plan: Plan) -> Table:
     table.add_column("bytes", justify="right")
     rows = [
         ("weights", memory.weights_bytes),
+        *([("mapped files, in the page cache", memory.mapped_bytes)] if memory.mapped_bytes else []),
         ("buffer pool", memory.buffer_pool_bytes),
         *([(f"expert slots, {plan.slots.count} and 2", memory.expert_slots_bytes)] if plan.slots is not None else []),
         (f"KV cache, {plan.kv_cache_for}", memory.kv_cache_bytes),

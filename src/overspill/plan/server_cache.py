@@ -33,7 +33,7 @@ def server_memory(memory: MemoryForecast, traced: Trace, engine: EngineSettings)
             )
         cache_bytes = stated
     else:
-        taken_bytes = memory.weights_bytes + memory.pools_bytes + working_bytes
+        taken_bytes = memory.lasting_bytes + working_bytes
         room_bytes = memory.available_device_bytes - taken_bytes
         cache_bytes = max(least, min(room_bytes, least * engine.max_num_seqs))
     return replace(memory, kv_cache_bytes=cache_bytes, working_bytes=working_bytes)

@@ -16,8 +16,8 @@ class Tier(StrEnum):
 class Access(StrEnum):
     """How a layer gets a weight.
 
-    It is there, is read across the link at each use, is copied ahead, is computed where it lies (experts on the CPU),
-    or comes through slots that hold the experts in demand.
+    It is there, is read across the link at each use, is copied ahead, is used where it lies (experts that the CPU
+    computes, whatever is mapped from disk), or comes through slots that hold the experts in demand.
     """
 
     RESIDENT = "resident"
