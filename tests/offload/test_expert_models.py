@@ -427,7 +427,16 @@ def test_a_block_that_nothing_computes_as_planned_is_our_defect(tiny: MakeTiny) 
     del vars(module)["_overspill_runner"]
 
     def again() -> None:
-        take_ledger(model.model, model.plan, model.blocks, model.hosts, model.device, read_bytes=0, load_seconds=0.0)
+        take_ledger(
+            model.model,
+            model.plan,
+            model.blocks,
+            model.hosts,
+            model.mapped.tensors,
+            model.device,
+            read_bytes=0,
+            load_seconds=0.0,
+        )
 
     with pytest.raises(PlacementDefect, match=r"model\.layers\.2\.mlp\.experts\.gate_up_proj: nothing computes"):
         again()

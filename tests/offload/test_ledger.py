@@ -36,6 +36,7 @@ def walk(model: PlacedModel, plan: Plan | None = None, **changed: Any) -> Ledger
         plan or model.plan,
         allocated["blocks"],
         allocated["hosts"],
+        model.mapped.tensors,
         model.device,
         read_bytes=0,
         load_seconds=0.0,

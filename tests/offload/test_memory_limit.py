@@ -20,10 +20,12 @@ import torch
 torch.set_num_threads(1)
 import overspill
 from overspill.engine import SamplingParams
-engine = overspill.load(sys.argv[1], device="cpu", max_model_len=64)
+mmap = {"overspill": {"mmap": {"enabled": sys.argv[2] == "mapped"}}}
+engine = overspill.load(sys.argv[1], mmap, device="cpu", max_model_len=64)
 completion = engine.generate(list(range(3, 40)), SamplingParams(max_tokens=3), logits=True, ignore_eos=True)
 digest = hashlib.sha256(completion.logits.numpy().tobytes()).hexdigest()
-print(completion.token_ids, digest, engine.plan.offloaded_bytes, engine.plan.memory.device_bytes)
+memory = engine.plan.memory
+print(completion.token_ids, digest, engine.plan.offloaded_bytes - memory.mapped_bytes, memory.device_bytes)
 """
 
 
@@ -35,10 +37,14 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def answer(model: Path, *command: str) -> tuple[list[str], str]:
+def answer(model: Path, *command: str, mapped: bool = False) -> tuple[list[str], str]:
     """What ANSWER prints in a process of its own, and what it wrote to stderr."""
     done = subprocess.run(
-        [*command, sys.executable, "-c", ANSWER, str(model)], capture_output=True, text=True, timeout=540, check=False
+        [*command, sys.executable, "-c", ANSWER, str(model), "mapped" if mapped else "read"],
+        capture_output=True,
+        text=True,
+        timeout=540,
+        check=False,
     )
     if done.returncode == NO_GROUP:
         pytest.skip("no memory control group can be made here")
@@ -47,10 +53,20 @@ def answer(model: Path, *command: str) -> tuple[list[str], str]:
     return [*same, offloaded, needed], done.stderr
 
 
-def test_a_model_of_twice_the_limit_runs_under_it_with_the_same_answer(large: Path) -> None:
-    (ids, digest, offloaded, _), _ = answer(large)
+@pytest.fixture(scope="module")
+def unlimited(large: Path) -> list[str]:
+    found, _ = answer(large)
+    return found
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_model_of_twice_the_limit_runs_under_it_with_the_same_answer(
+    mapped: bool, large: Path, unlimited: list[str]
+) -> None:
+    ids, digest, offloaded, _ = unlimited
     assert offloaded == "0", "without a limit all of it is in memory"
-    (limited_ids, limited_digest, limited_offloaded, needed), told = answer(large, str(MEMLIMIT), str(LIMIT_BYTES))
+    limited, told = answer(large, str(MEMLIMIT), str(LIMIT_BYTES), mapped=mapped)
+    limited_ids, limited_digest, limited_offloaded, needed = limited
     assert (limited_ids, limited_digest) == (ids, digest)
     assert int(limited_offloaded) > LIMIT_BYTES, "most of it stayed on disk"
     assert int(needed) < LIMIT_BYTES

@@ -153,9 +153,10 @@ class OffloadConfig(Frozen):
 
     @property
     def offloads(self) -> bool:
-        """Whether anything is asked to leave the device: by the backend, a placement or streamed experts."""
+        """Whether anything is asked to leave the device: by the backend, a placement, streamed experts, a mapping."""
         extension = self.extension
-        return self.backend_offloads or extension.placement.on or extension.expert_stream.on
+        elsewhere = extension.placement.on or extension.expert_stream.on or bool(extension.mmap.enabled)
+        return self.backend_offloads or elsewhere
 
     @property
     def extension(self) -> ExtensionConfig:

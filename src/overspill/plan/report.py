@@ -216,6 +216,8 @@ def _memory_table(plan: Plan) -> Table:
             table.add_row("disk", "weights", format_bytes(sum(p.weight.nbytes for p in on_disk)))
             table.add_section()
         taken = "buffer pool and expert slots" if plan.slots is not None else "buffer pool"
+        if memory.mapped_bytes:
+            taken += ", mapped files included: the page cache can let go of them"
         table.add_row("saved", f"offloaded less {taken}", format_bytes(plan.saved_bytes))
     return table
 
