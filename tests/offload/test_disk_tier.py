@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,7 @@ def test_a_file_that_changes_fails_the_pass_by_name_and_is_read_again_when_it_is
     with pytest.raises(CheckpointError, match=rf"model\.safetensors {told[harm]}") as failed:
         logits(engine)
     assert "start again" in (failed.value.hint or "")
+    assert re.search(r"; it was read for model\.layers\.\d\.\S+weight", failed.value.message)
     restore()
     assert torch.equal(logits(engine), expected)
 

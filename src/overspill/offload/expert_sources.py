@@ -53,5 +53,5 @@ class DiskSource(ExpertSource):
             nbytes = weight.nbytes // block.experts
             runs = runs_of(extents_of(weight, self._converted), expert * nbytes, (expert + 1) * nbytes)
             with torch._C._DisableTorchDispatch():
-                regions.append(Region(runs, slot[part_span(block, attribute, expert)]))
+                regions.append(Region(runs, slot[part_span(block, attribute, expert)], [f"{weight.full}[{expert}]"]))
         return self.reads.start(regions)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from overspill.checkpoint import Extent, FileStamp, verify_untouched
+from overspill.errors import CheckpointError
 from overspill.machine.device import Device, Transfer
 from overspill.machine.reads import FileReader
 from overspill.model.sources import Extents
@@ -50,10 +51,14 @@ class HostFetch(Fetch):
 
 
 class Region(NamedTuple):
-    """Runs of files and the memory they fill, uint8 [n]; `at` of each run is where in it the run lands."""
+    """Runs of files and the memory they fill, uint8 [n]; `at` of each run is where in it the run lands.
+
+    `names` are the weights that they are of.
+    """
 
     runs: Sequence[Extent]
     memory: torch.Tensor
+    names: Sequence[str]
 
 
 class DiskReads:
@@ -61,7 +66,7 @@ class DiskReads:
 
     Each buffer holds the largest region; they are used in turn. Without them the device's memory is the host's own. The
     reading is past the page cache, by threads of its own. One thread asks. A file that is not as `stamps` say any more
-    fails the read.
+    fails the read. What fails is a CheckpointError that names the file and the weights.
     """
 
     def __init__(self, device: Device, buffers: Sequence[torch.Tensor], stamps: Mapping[Path, FileStamp]) -> None:
@@ -89,6 +94,15 @@ class DiskReads:
         return fetch
 
     def _read(self, regions: Sequence[Region]) -> list[Transfer]:
+        try:
+            self._fill(regions)
+        except CheckpointError as error:
+            names = [name for region in regions for name in region.names]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CheckpointError(f"{error.message}; it was read for {names[0]}{more}", hint=error.hint) from error
+        return []
+
+    def _fill(self, regions: Sequence[Region]) -> None:
         files = {run.file for region in regions for run in region.runs}
         verify_untouched({file: self._stamps[file] for file in files if file in self._stamps})
         pieces: list[tuple[Extent, memoryview]] = []
@@ -96,14 +110,13 @@ class DiskReads:
             into = byte_view(region.memory)
             pieces += [(run, into[run.at : run.at + run.length]) for run in region.runs]
         self._reader.read(pieces)
-        return []
 
     def _through(self, regions: Sequence[Region], buffer: torch.Tensor, earlier: DiskFetch | None) -> list[Transfer]:
         if earlier is not None:
             earlier.settle()
         staged = buffer[: sum(region.memory.numel() for region in regions)]
         parts = staged.split([region.memory.numel() for region in regions])
-        self._read([Region(region.runs, part) for region, part in zip(regions, parts, strict=True)])
+        self._read([region._replace(memory=part) for region, part in zip(regions, parts, strict=True)])
         return [self._device.transfer(region.memory, part) for region, part in zip(regions, parts, strict=True)]
 
 

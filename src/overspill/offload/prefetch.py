@@ -57,13 +57,14 @@ class LayerSource:
         self._runs = {
             index: _layer_runs(layer, converted) for index, layer in enumerate(layers) if index not in layer_host
         }
+        self._names = [[weight.full for weight in layer.weights] for layer in layers]
 
     def start(self, index: int, buffer: torch.Tensor) -> Fetch:
         """Begin to fill `buffer`, uint8 [layer's bytes] of device memory, with ring layer `index`."""
         if index in self._layer_host:
             return HostFetch([self._device.transfer(buffer, self._layer_host[index])])
         assert self.reads is not None
-        return self.reads.start([Region(self._runs[index], buffer)])
+        return self.reads.start([Region(self._runs[index], buffer, self._names[index])])
 
 
 def _layer_runs(layer: RingLayer, converted: Mapping[str, Extents]) -> list[Extent]:
