@@ -27,8 +27,10 @@ def llama_config(layers: int, *, hidden: int, intermediate: int) -> LlamaConfig:
     )
 
 
-def save_random(folder: Path, config: Any) -> int:
+def save_random(folder: Path, config: Any, *, shift: int = 8) -> int:
     """Write `config` and bfloat16 weights under the model's own names (llama's); returns the weights' bytes.
+
+    The first of them lies `shift` bytes behind a multiple of 64, as any header may have it.
 
     A tile of normal values is repeated, from another place for each weight. The file is out of the page cache then.
     """
@@ -42,7 +44,7 @@ def save_random(folder: Path, config: Any) -> int:
         begin, end = end, end + tensor.numel() * 2
         header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * ((shift - 8 - len(text)) % 64)
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
     with (folder / "model.safetensors").open("wb") as file:

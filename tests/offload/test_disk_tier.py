@@ -17,6 +17,7 @@ from overspill.errors import CheckpointError
 from overspill.machine.reads import FileReader
 from overspill.offload.placed import PlacedModel, place
 from overspill.plan import Access, Tier, disk, make_plan
+from sized_models import llama_config, save_random
 from tiny_models import TINY, MakeTiny
 
 NAMES = (
@@ -69,6 +70,23 @@ def test_the_cpu_reads_each_step_what_memory_does_not_hold(name: str, share: flo
         assert reads is not None
         passes_done = 2 * 4
         assert reads.bytes_read >= passes_done * plan.step.disk_bytes - plan.memory.buffer_pool_bytes
+
+
+@pytest.mark.parametrize("shift", [8, 34])
+def test_large_weights_are_read_where_they_stay(shift: int, tmp_path: Path) -> None:
+    """bfloat16 in a file where nothing lies at a multiple of 64: no byte but the edges is copied after it was read."""
+    nbytes = save_random(tmp_path / "llama", llama_config(4, hidden=512, intermediate=1024), shift=shift)
+    whole = on_cpu(tmp_path / "llama")
+    expected = logits(whole)
+    engine = on_cpu(tmp_path / "llama", whole.plan.memory.device_bytes - nbytes // 3)
+    assert engine.plan.step.disk_bytes > nbytes // 4
+    assert torch.equal(logits(engine), expected)
+    assert engine.placed.prefetcher is not None
+    reads = engine.placed.prefetcher.source.reads
+    assert reads is not None
+    assert reads.bytes_read > 4 * engine.plan.step.disk_bytes
+    assert reads.staged_bytes < reads.bytes_read // 20
+    assert any(weight.data_ptr() % 64 for weight in engine.placed.model.parameters())
 
 
 def host_limited(folder: Path) -> PlacedModel:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from overspill.checkpoint.safetensors import ENCODINGS, LENGTH_BYTES
 
-ALIGNMENT = 64
+ALIGNMENT = 4096
+"""A tensor can be read straight into memory that is aligned as a disk wants it."""
 PADDING = "__padding_{}__"
 _DTYPES = {encoding.name: (dtype, encoding.block_bytes) for dtype, encoding in ENCODINGS.items()}
 

@@ -15,7 +15,16 @@ from dataclasses import dataclass
 import torch
 
 ALIGNMENT = 64
+FLOAT32_ALIGNMENT = 16
 HUGE_PAGE_BYTES = 2 << 20
+
+
+def bits_alignment(dtype: torch.dtype) -> int:
+    """What a weight's address must be a multiple of for the bits of its products to be those of an arena's tensor.
+
+    Those of float32 depend on the address modulo 16, those of narrower dtypes on nothing.
+    """
+    return FLOAT32_ALIGNMENT if dtype.itemsize >= 4 else dtype.itemsize
 
 
 def aligned_bytes(nbytes: int) -> int:

@@ -49,7 +49,8 @@ class FileReader:
 
     Its own memory is `threads` staging buffers of `chunk_bytes`. Files stay open until `close`, or until it is freed.
     `read` may be called from several threads. `bytes_read` counts what came from the files, gaps and alignment
-    included, in `requests` reads; `direct` is False once a file system refused O_DIRECT.
+    included, in `requests` reads; `staged_bytes` are those of them that passed a staging buffer. `direct` is False once a file
+    system refused O_DIRECT.
     """
 
     def __init__(self, threads: int = 4, chunk_bytes: int = 4 << 20, direct: bool = True) -> None:
@@ -58,6 +59,7 @@ class FileReader:
         assert chunk_bytes % ALIGNMENT == 0, chunk_bytes
         self.direct = direct
         self.bytes_read = 0
+        self.staged_bytes = 0
         self.requests = 0
         self._try_direct = direct
         self._threads = threads
@@ -169,6 +171,7 @@ class FileReader:
                 raise _failed(request, error) from error
             with self._lock:
                 self.bytes_read += count
+                self.staged_bytes += 0 if request.target is not None else count
                 self.requests += 1
             got += count
             # Only the end of a file cuts a direct read off the grid, and none can go on from there.
@@ -237,7 +240,7 @@ class _Shared:
 
 def _staging_buffer(length: int) -> _Staging:
     """Memory in huge pages where there are any: a request into scattered pages is many to the disk."""
-    buffer = mmap.mmap(-1, length + HUGE_PAGE_BYTES)
+    buffer = mmap.mmap(-1, length + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared: none
     with suppress(OSError):  # a kernel without huge pages
         buffer.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(buffer)

@@ -18,7 +18,7 @@ from overspill.checkpoint.contents import span_of
 from overspill.model.sources import Conversion, Extents, Live
 from overspill.model.weights import ModelMap, Weight
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same source becomes other bytes than before, or they are kept in another way."""
 
 

@@ -19,7 +19,7 @@ from overspill.offload.in_place import CpuSide, InPlaceExperts, SharedAhead, cpu
 from overspill.offload.ledger import ExpertEntry
 from overspill.offload.stream import CpuHelp, ExpertStream, StreamedExperts
 from overspill.plan import Access, Plan, Slots, Tier
-from overspill.plan.staging import computes_on_cpu
+from overspill.plan.staging import READ_BUFFERS, computes_on_cpu
 
 
 @dataclass
@@ -84,8 +84,8 @@ def run_experts(
         staging = plan.staging
         buffers: Sequence[torch.Tensor] = ()
         if staging.expert_bytes:
-            memory = blocks["staging"].data[staging.cpu_bytes : staging.cpu_bytes + staging.expert_bytes]
-            buffers = memory.split(slots.slot_bytes)
+            memory = blocks["staging"].data[staging.cpu_bytes :]
+            buffers = memory[: READ_BUFFERS * slots.slot_bytes].split(slots.slot_bytes)
         source = DiskSource(DiskReads(device, buffers, {**plan.model.stamps, **converted.stamps}), converted.sources)
     else:
         source = HostSource(device, hosts)

@@ -83,6 +83,11 @@ class DiskReads:
         """From the files, alignment included."""
         return self._reader.bytes_read
 
+    @property
+    def staged_bytes(self) -> int:
+        """Those of `bytes_read` that were copied once more, since their place has another alignment than the file's."""
+        return self._reader.staged_bytes
+
     def start(self, regions: Sequence[Region]) -> DiskFetch:
         """Begin to fill device memory: all of `regions` in one read."""
         if not self._buffers:

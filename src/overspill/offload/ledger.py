@@ -15,7 +15,6 @@ from overspill.machine.arena import Block
 from overspill.machine.device import Device
 from overspill.model.hf_experts import installed
 from overspill.offload.expert_slots import SlotCounts
-from overspill.offload.prefetch import offsets
 from overspill.plan import Access, Placement, Plan, Ring, Tier
 from overspill.plan.ring import buffer_of
 
@@ -241,7 +240,7 @@ def _ring_slots(ring: Ring, pool: Block) -> dict[str, int]:
     return {
         weight.full: pool.data.data_ptr() + buffer_of(index, ring.step) * ring.buffer_bytes + offset
         for index, layer in enumerate(ring.layers)
-        for weight, offset in zip(layer.weights, offsets(layer), strict=True)
+        for weight, offset in zip(layer.weights, layer.offsets, strict=True)
     }
 
 

@@ -22,7 +22,7 @@ from overspill.offload.fetches import DiskReads
 from overspill.offload.ledger import Ledger, take_ledger
 from overspill.offload.loader import Progress, assign, fill
 from overspill.offload.mapped import MappedWeights
-from overspill.offload.prefetch import LayerSource, Prefetcher, offsets
+from overspill.offload.prefetch import LayerSource, Prefetcher
 from overspill.plan import Access, Plan, Tier
 
 logger = logging.getLogger("overspill")
@@ -98,7 +98,7 @@ def place(plan: Plan, device: Device, *, progress: Progress | None = None, debug
         assign(model, weight, tensor)
     if prefetcher is not None:
         for index, layer in enumerate(prefetcher.ring.layers):
-            for weight, offset in zip(layer.weights, offsets(layer), strict=True):
+            for weight, offset in zip(layer.weights, layer.offsets, strict=True):
                 assign(model, weight, prefetcher.view(index, offset, weight.shape, weight.dtype))
         prefetcher.install(model)
     hosts = {p.weight.full: targets[p.weight.full] for p in plan.on(Tier.HOST)}

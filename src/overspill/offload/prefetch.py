@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 
 from overspill.checkpoint import Extent
 from overspill.errors import CheckpointError
-from overspill.machine.arena import aligned_bytes, cut
+from overspill.machine.arena import cut
 from overspill.machine.device import Device
 from overspill.model.sources import Extents, runs_of
 from overspill.offload.fetches import DiskReads, Fetch, HostFetch, Region, extents_of
@@ -68,10 +69,20 @@ class LayerSource:
 
 
 def _layer_runs(layer: RingLayer, converted: Mapping[str, Extents]) -> list[Extent]:
-    runs = []
-    for weight, offset in zip(layer.weights, offsets(layer), strict=True):
-        runs += runs_of(extents_of(weight, converted), 0, weight.nbytes, offset)
+    """The runs that fill the layer; weights that follow each other in the file and in memory are one."""
+    runs: list[Extent] = []
+    for weight, offset in zip(layer.weights, layer.offsets, strict=True):
+        for run in runs_of(extents_of(weight, converted), 0, weight.nbytes, offset):
+            before = runs[-1] if runs else None
+            if before is not None and _end(before) == (run.file, run.offset, run.at):
+                runs[-1] = replace(before, length=before.length + run.length)
+            else:
+                runs.append(run)
     return runs
+
+
+def _end(run: Extent) -> tuple[Path, int, int]:
+    return run.file, run.offset + run.length, run.at + run.length
 
 
 class Prefetcher:
@@ -165,12 +176,3 @@ class Prefetcher:
                 self._buffer(index).holds = None
 
         return release
-
-
-def offsets(layer: RingLayer) -> list[int]:
-    """Where each of the layer's weights starts, in bytes from the layer's own start."""
-    starts, at = [], 0
-    for weight in layer.weights:
-        starts.append(at)
-        at += aligned_bytes(weight.nbytes)
-    return starts

@@ -153,7 +153,7 @@ def ring_from_disk(weights: Sequence[Weight], layers_of: LayersOf, excess: int) 
             total += weight.nbytes
             if total <= excess:
                 continue
-            layers = tuple(replace(layer, tier=Tier.DISK) for layer in layers_of(taken))
+            layers = tuple(layer.from_disk() for layer in layers_of(taken))
             for ring in _rings(layers, least_step):
                 if ring.nbytes - ring.pool_bytes >= excess:
                     return ring, (
@@ -193,9 +193,7 @@ def host_share(ring: Ring, excess: int) -> tuple[Ring, str] | None:
         chosen = {able[number * len(able) // count] for number in range(count)}
         freed = sum(ring.layers[index].nbytes for index in chosen)
         if freed >= excess:
-            layers = [
-                replace(layer, tier=Tier.DISK) if index in chosen else layer for index, layer in enumerate(ring.layers)
-            ]
+            layers = [layer.from_disk() if index in chosen else layer for index, layer in enumerate(ring.layers)]
             stay = _stay(weight for index in chosen for weight in ring.layers[index].weights)
             return replace(ring, layers=tuple(layers)), (
                 f"memory: {count} of {len(ring.layers)} offloaded layers, {format_bytes(freed)}, {stay}"

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
-
 from overspill.checkpoint import Extent
 from overspill.config import format_bytes
 from overspill.config.extension import MmapConfig
+from overspill.machine.arena import bits_alignment
 from overspill.model.converted import how_converted, needs_conversion
 from overspill.model.experts import expert_blocks
 from overspill.model.sources import Extents, Live, runs_by
@@ -21,17 +20,6 @@ from overspill.plan.placement import Placement
 from overspill.plan.tiers import Access, Tier
 
 Moved = Mapping[str, tuple[Tier, Access, str]]
-
-_FLOAT32_ALIGNMENT = 16
-
-
-def alignment(dtype: torch.dtype) -> int:
-    """What the address of a weight used in place must be a multiple of.
-
-    The bits of a float32 product depend on its weight's address modulo 16, those of narrower dtypes do not
-    (docs/architecture.md, "Same bits in every tier").
-    """
-    return _FLOAT32_ALIGNMENT if dtype.itemsize >= 4 else dtype.itemsize
 
 
 def mapped_pieces(weight: Weight, experts: int | None = None) -> tuple[Extent, ...] | None:
@@ -74,8 +62,8 @@ def _obstacle(weight: Weight, experts: int | None) -> str | None:
     pieces = mapped_pieces(weight, experts)
     if pieces is None:
         return "in several pieces of a file, so copied"
-    if any(piece.offset % alignment(weight.dtype) for piece in pieces):
-        return f"in a file at no multiple of {alignment(weight.dtype)} bytes, so copied"
+    if any(piece.offset % bits_alignment(weight.dtype) for piece in pieces):
+        return f"in a file at no multiple of {bits_alignment(weight.dtype)} bytes, so copied"
     return None
 
 

@@ -8,11 +8,38 @@ vLLM's rule, whose vectors the tests hold (anchors: vllm-offload 8.3).
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from overspill.machine.arena import packed_bytes
+from overspill.machine.arena import ALIGNMENT, aligned_bytes, bits_alignment, packed_bytes, page_bytes
+from overspill.machine.read_requests import ALIGNMENT as DISK_ALIGNMENT
+from overspill.model.converted import needs_conversion
+from overspill.model.sources import Extents, runs_by
 from overspill.model.weights import Weight
 from overspill.plan.tiers import Tier
+
+LARGE_BYTES = 64 * DISK_ALIGNMENT
+"""A weight from which on it pays to lose up to DISK_ALIGNMENT for its being read in place."""
+
+
+def disk_remainder(weight: Weight) -> int | None:
+    """What its address must leave, divided by the disk's alignment, for the weight to be read in place; None: nothing.
+
+    What is converted lies at multiples of the disk's alignment in the file that is made of it.
+    """
+    if weight.nbytes < LARGE_BYTES:
+        return None
+    if needs_conversion(weight):
+        return 0
+    runs = runs_by(weight.source, weight.nbytes)[0] if isinstance(weight.source, Extents) else []
+    if len(runs) != 1 or runs[0].offset % bits_alignment(weight.dtype):
+        return None
+    return runs[0].offset % DISK_ALIGNMENT
+
+
+def _place_in_files(weight: Weight) -> tuple[str, int]:
+    first = min(weight.source.extents, key=lambda e: e.at) if isinstance(weight.source, Extents) else None
+    return ("", 0) if first is None else (str(first.file), first.offset)
 
 
 def buffer_of(index: int, step: int) -> int:
@@ -34,9 +61,11 @@ def next_index(index: int, step: int, count: int) -> int:
 
 @dataclass(frozen=True)
 class RingLayer:
-    """A layer whose weights come as one run of bytes; `weights` lie in it in this order, 64-byte aligned.
+    """A layer whose weights come as one run of bytes; `weights` lie in it in this order, at `offsets`.
 
-    They come from `tier`: host memory, or the checkpoint on disk.
+    They come from `tier`: host memory, or the checkpoint on disk. Each is 64-byte aligned; on disk a large one instead
+    where its address has the remainder, by the disk's alignment, that its place in the file has, since then it can be
+    read where it stays.
     """
 
     stack: str
@@ -48,9 +77,27 @@ class RingLayer:
     def path(self) -> str:
         return f"{self.stack}.{self.number}"
 
+    def from_disk(self) -> RingLayer:
+        """The layer read from the checkpoint, its weights in the order in which they lie there."""
+        return replace(self, tier=Tier.DISK, weights=tuple(sorted(self.weights, key=_place_in_files)))
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each of `weights` starts, in bytes from the layer's own start."""
+        starts, end = [], 0
+        for weight in self.weights:
+            remainder = disk_remainder(weight) if self.tier is Tier.DISK else None
+            gap = -end % ALIGNMENT if remainder is None else (remainder - end) % DISK_ALIGNMENT
+            starts.append(end + gap)
+            end += gap + weight.nbytes
+        return tuple(starts)
+
     @property
     def nbytes(self) -> int:
-        return packed_bytes(weight.nbytes for weight in self.weights)
+        if not self.weights:
+            return 0
+        end = self.offsets[-1] + self.weights[-1].nbytes
+        return aligned_bytes(end)
 
 
 @dataclass(frozen=True)
@@ -66,7 +113,8 @@ class Ring:
 
     @property
     def buffer_bytes(self) -> int:
-        return max(layer.nbytes for layer in self.layers)
+        largest = max(layer.nbytes for layer in self.layers)
+        return page_bytes(largest) if self.on(Tier.DISK) and largest >= LARGE_BYTES else largest
 
     @property
     def pool_bytes(self) -> int:
@@ -74,8 +122,8 @@ class Ring:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its layers."""
-        return sum(layer.nbytes for layer in self.layers)
+        """Bytes that its layers would take elsewhere."""
+        return sum(packed_bytes(weight.nbytes for weight in layer.weights) for layer in self.layers)
 
     @property
     def copied(self) -> tuple[RingLayer, ...]:
@@ -93,7 +141,7 @@ class Ring:
     @property
     def disk_pass_bytes(self) -> int:
         """Those of them that are read from disk."""
-        return sum(layer.nbytes for layer in self.copied if layer.tier is Tier.DISK)
+        return sum(weight.nbytes for layer in self.copied if layer.tier is Tier.DISK for weight in layer.weights)
 
     def on(self, tier: Tier) -> tuple[RingLayer, ...]:
         return tuple(layer for layer in self.layers if layer.tier is tier)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from overspill.machine.arena import aligned_bytes
+from overspill.machine.arena import aligned_bytes, page_bytes
 from overspill.model.experts import ExpertBlock
 from overspill.plan.ring import Ring
 from overspill.plan.slots import Slots
@@ -54,7 +54,12 @@ def staging_for(
         expert_bytes = READ_BUFFERS * slots.slot_bytes
     if ring is not None and ring.on(Tier.DISK) and not unified:
         layer_bytes = LAYER_BUFFERS * ring.buffer_bytes
-    return Staging(rows, cpu_bytes, expert_bytes, layer_bytes)
+    return Staging(rows, _whole_pages(cpu_bytes), _whole_pages(expert_bytes), layer_bytes)
+
+
+def _whole_pages(nbytes: int) -> int:
+    """What follows lies as a disk wants it."""
+    return page_bytes(nbytes) if nbytes else 0
 
 
 def set_bytes(blocks: Iterable[ExpertBlock], rows: int) -> tuple[int, int]:
