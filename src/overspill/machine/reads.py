@@ -49,8 +49,8 @@ class FileReader:
 
     Its own memory is `threads` staging buffers of `chunk_bytes`. Files stay open until `close`, or until it is freed.
     `read` may be called from several threads. `bytes_read` counts what came from the files, gaps and alignment
-    included, in `requests` reads; `staged_bytes` are those of them that passed a staging buffer. `direct` is False once a file
-    system refused O_DIRECT.
+    included, in `requests` reads; `staged_bytes` are those of them that passed a staging buffer. `direct` is False
+    once a file system refused O_DIRECT.
     """
 
     def __init__(self, threads: int = 4, chunk_bytes: int = 4 << 20, direct: bool = True) -> None:
