@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,7 +29,9 @@ class Placement:
 class MemoryForecast:
     """Bytes by purpose. Working memory is that of a prompt pass at the full length; None where it is not known.
 
-    `staging_bytes` of host memory are what tensors pass through between device, host and disk.
+    `staging_bytes` of host memory are what tensors pass through between device, host and disk. Where device and host
+    are one memory, `loading_bytes` are what loading takes at its most, what it has placed included, and
+    `available_process_bytes` what machine and control group leave, whatever was allowed for weights and cache.
     """
 
     weights_bytes: int
@@ -40,6 +43,8 @@ class MemoryForecast:
     staging_bytes: int
     available_device_bytes: int
     available_host_bytes: int
+    loading_bytes: int = 0
+    available_process_bytes: int = sys.maxsize
 
     @property
     def pools_bytes(self) -> int:

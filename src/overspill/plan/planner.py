@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from overspill.config import OffloadConfig, Settings, format_bytes
 from overspill.errors import ConfigError
@@ -14,15 +15,28 @@ from overspill.machine.device import Device
 from overspill.machine.memory import host_available_bytes
 from overspill.model.map import conversions
 from overspill.model.weights import ModelMap, Weight
-from overspill.plan.capacity import capacity_warnings, refuse_capacity
+from overspill.plan.capacity import Limit, capacity_warnings, refuse_capacity
 from overspill.plan.converted import conversion_note
 from overspill.plan.disk import Layout, within_memory
 from overspill.plan.experts import nothing_saved
+from overspill.plan.loading import loading_peak
 from overspill.plan.placement import MemoryForecast, Placement, Plan, StepForecast
 from overspill.plan.policy import Choice, choose
 from overspill.plan.server_cache import server_cache_tokens, server_memory
 from overspill.plan.staging import Staging, staging_for
 from overspill.plan.tiers import Access, Tier
+
+PROCESS_BYTES = 32 << 20
+"""What a process takes after its plan was made, besides what is planned: stacks, allocators, libraries' first use."""
+
+
+@dataclass(frozen=True)
+class Available:
+    """Bytes that a plan may take: of the device, of the host, and of what machine and control group leave in all."""
+
+    device_bytes: int
+    host_bytes: int
+    process_bytes: int = sys.maxsize
 
 
 def refuse_device(settings: Settings, device: Device) -> None:
@@ -56,7 +70,9 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
     zero_copy = pinned and not environment.disable_uva
     buffers_bytes = _rebuilt_buffer_bytes(model)
 
-    def lay_out(choice: Choice) -> Layout:
+    available = _available(device, settings)
+
+    def lay_out(choice: Choice, available: Available) -> Layout:
         ring, experts = choice.ring, choice.experts
         moved = experts.moved() | {name: (Tier.HOST, *rest) for name, rest in choice.moved.items()}
         for layer in ring.on(Tier.DISK) if ring is not None else ():
@@ -64,12 +80,27 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
         placements = tuple(_place(weight, moved) for weight in model)
         tokens = settings.engine.max_num_batched_tokens or context_tokens * settings.engine.max_num_seqs
         staging = staging_for(experts.placed, experts.slots, ring, tokens, unified=device.unified)
-        memory = _memory(model, placements, choice, staging, buffers_bytes, device, settings)
+        memory = _memory(model, placements, choice, staging, buffers_bytes, available, settings)
+        if device.unified:
+            resident = (p.weight for p in placements if p.tier is Tier.DEVICE)
+            memory = replace(memory, loading_bytes=buffers_bytes + loading_peak(resident))
         return Layout(choice, placements, staging, memory)
 
-    def laid_out(offload: OffloadConfig) -> Layout:
+    def laid_out(offload: OffloadConfig, available: Available = available) -> Layout:
         choice = choose(model, offload, zero_copy=zero_copy, unified=device.unified)
-        return within_memory(model, offload, lay_out(choice), lay_out, unified=device.unified)
+        lay = partial(lay_out, available=available)
+        return within_memory(model, offload, lay(choice), lay, unified=device.unified)
+
+    def memory_within(limit: Limit, nbytes: int) -> MemoryForecast:
+        """The forecast if `limit` were `nbytes`."""
+        if limit is Limit.HOST:
+            changed = replace(available, host_bytes=nbytes)
+        elif limit is Limit.STATED:
+            changed = replace(available, device_bytes=nbytes, process_bytes=sys.maxsize)
+        else:
+            stated = settings.engine.memory_limit_bytes or sys.maxsize
+            changed = replace(available, device_bytes=min(stated, nbytes), process_bytes=nbytes)
+        return laid_out(settings.offload, changed).memory
 
     layout = laid_out(settings.offload)
     choice, memory = layout.choice, layout.memory
@@ -101,8 +132,23 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
             *capacity_warnings(memory),
         ),
     )
-    refuse_capacity(plan, settings, unified=device.unified, forecast=lambda offload: laid_out(offload).memory)
+    refuse_capacity(
+        plan,
+        settings,
+        unified=device.unified,
+        forecast=lambda offload: laid_out(offload).memory,
+        within=memory_within,
+    )
     return replace(plan, notes=(*plan.notes, conversion_note(model, plan.converted))) if plan.converted else plan
+
+
+def _available(device: Device, settings: Settings) -> Available:
+    free_bytes = host_available_bytes()
+    host_bytes = min(free_bytes, settings.engine.memory_limit_bytes or sys.maxsize)
+    if not device.unified:
+        return Available(device.memory_bytes, host_bytes)
+    process_bytes = max(0, free_bytes - PROCESS_BYTES)
+    return Available(min(device.memory_bytes, process_bytes), host_bytes, process_bytes)
 
 
 def _place(weight: Weight, moved: Mapping[str, tuple[Tier, Access, str]]) -> Placement:
@@ -122,7 +168,7 @@ def _memory(
     choice: Choice,
     staging: Staging,
     buffers_bytes: int,
-    device: Device,
+    available: Available,
     settings: Settings,
 ) -> MemoryForecast:
     sizes = {
@@ -130,7 +176,6 @@ def _memory(
     }
     traced = model.trace if model.trace.failure is None else None
     experts = choice.experts
-    limit = settings.engine.memory_limit_bytes
     memory = MemoryForecast(
         weights_bytes=sizes[Tier.DEVICE] + buffers_bytes,
         buffer_pool_bytes=choice.ring.pool_bytes if choice.ring is not None else 0,
@@ -139,8 +184,9 @@ def _memory(
         working_bytes=traced.working_bytes if traced is not None else None,
         host_bytes=page_bytes(sizes[Tier.HOST]) if sizes[Tier.HOST] else 0,
         staging_bytes=staging.nbytes,
-        available_device_bytes=device.memory_bytes,
-        available_host_bytes=min(host_available_bytes(), limit or sys.maxsize),
+        available_device_bytes=available.device_bytes,
+        available_host_bytes=available.host_bytes,
+        available_process_bytes=available.process_bytes,
     )
     return server_memory(memory, traced, settings.engine) if traced is not None else memory
 
