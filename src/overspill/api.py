@@ -19,6 +19,7 @@ from overspill.engine import Engine
 from overspill.engine.tokens import tokenizer_of
 from overspill.errors import ConfigError, OverspillWarning
 from overspill.machine.device import Device
+from overspill.machine.memory import host_available_bytes
 from overspill.machine.select import select_device
 from overspill.model.gguf import generation_config_from_gguf
 from overspill.model.hf import load_generation_config
@@ -28,6 +29,10 @@ from overspill.plan import Plan, make_plan, refuse_device
 
 _OF_A_CHECKPOINT = frozenset({"dtype", "max_model_len", "revision", "seed", "trust_remote_code"})
 _PLACED = "_overspill_placed"
+
+_DECODED = 8  # times as large as packed at the most
+_ROOMY_BYTES = 4 << 30
+"""Where less than this is left beside the checkpoint, a tokenizer is made first, so that what it takes is counted."""
 
 OffloadDocument = str | Mapping[str, object] | OffloadConfig | None
 
@@ -61,6 +66,8 @@ def prepare(model: str | Path, settings: Settings, device: Device | None = None)
     checkpoint = open_checkpoint(model, revision=engine.revision)
     config = read_config(checkpoint, trust_remote_code=engine.trust_remote_code)
     tokens = context_tokens(config, engine.max_model_len)
+    tight = device.unified and _DECODED * checkpoint.nbytes + _ROOMY_BYTES > host_available_bytes()
+    tokenizer = tokenizer_of(checkpoint, trust_remote_code=engine.trust_remote_code) if tight else None
     mapped = map_model(
         checkpoint,
         config,
@@ -69,7 +76,10 @@ def prepare(model: str | Path, settings: Settings, device: Device | None = None)
         sequences=1 if engine.max_num_batched_tokens is not None else engine.max_num_seqs,
         trust_remote_code=engine.trust_remote_code,
     )
-    return Prepared(make_plan(mapped, settings, device, context_tokens=tokens), device, checkpoint, settings)
+    prepared = Prepared(make_plan(mapped, settings, device, context_tokens=tokens), device, checkpoint, settings)
+    if tight:
+        vars(prepared)["tokenizer"] = tokenizer
+    return prepared
 
 
 def start(prepared: Prepared, progress: Callable[[int], None] | None = None) -> Engine:

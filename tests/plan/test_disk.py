@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emulated_runs import CONTEXT, DISABLE_UVA, emulated, mapped, planned, settings_for
+from overspill.config import parse_bytes
 from overspill.errors import CapacityError
+from overspill.machine import cpu
 from overspill.machine.cpu import CpuDevice
 from overspill.model.sources import Extents
 from overspill.model.weights import ModelMap
-from overspill.plan import Access, Plan, Tier, disk, make_plan
+from overspill.plan import Access, Plan, Tier, capacity, disk, make_plan, planner
 from overspill.plan.disk import AHEAD_BYTES, host_share, ring_from_disk
 from overspill.plan.policy import ring_layers
 from tiny_models import MakeTiny
@@ -168,3 +171,64 @@ def test_a_ring_without_look_ahead_needs_host_memory(tiny: MakeTiny) -> None:
     settings = settings_for(document, DISABLE_UVA, memory_limit_bytes=whole.memory.host_bytes - 1)
     with pytest.raises(CapacityError, match="host memory"):
         make_plan(mapped(tiny("llama")), settings, emulated(), context_tokens=CONTEXT)
+
+
+def stated_least(told: str) -> int:
+    found = re.search(r"--memory-limit (\d+(?:MiB|KiB|B))", told)
+    assert found is not None, told
+    return parse_bytes(found[1])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
+def test_the_least_limit_is_named_and_starts(name: str, tiny: MakeTiny) -> None:
+    with pytest.raises(CapacityError) as refused:
+        limited(tiny(name), 0.1)
+    least = stated_least(refused.value.hint or "")
+    model = mapped(tiny(name))
+
+    def plan_within(limit: int) -> Plan:
+        settings = settings_for(device="cpu", memory_limit_bytes=limit)
+        return make_plan(model, settings, CpuDevice(limit), context_tokens=CONTEXT)
+
+    assert plan_within(least).memory.device_bytes <= least
+    with pytest.raises(CapacityError):
+        plan_within(least - 1024)
+
+
+def test_the_least_host_memory_beside_a_device_is_named_and_starts(tiny: MakeTiny) -> None:
+    document = {"prefetch": {"offload_group_size": 1, "offload_prefetch_step": 1}}
+    model = mapped(tiny("llama"))
+
+    def plan_within(limit: int) -> Plan:
+        settings = settings_for(document, memory_limit_bytes=limit)
+        return make_plan(model, settings, emulated(), context_tokens=CONTEXT)
+
+    with pytest.raises(CapacityError) as refused:
+        plan_within(1000)
+    least = stated_least(refused.value.hint or "")
+    plan = plan_within(least)
+    assert plan.memory.host_bytes + plan.memory.staging_bytes <= least
+    with pytest.raises(CapacityError):
+        plan_within(least - 1024)
+
+
+def test_a_process_that_has_too_little_is_told_the_least_group(tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What loading and running take counts against the control group, whatever is allowed for weights."""
+    monkeypatch.setattr(planner, "PROCESS_BYTES", 0)
+    model = mapped(tiny("llama"))
+
+    def plan_within(free: int) -> Plan:
+        monkeypatch.setattr(planner, "host_available_bytes", lambda: free)
+        monkeypatch.setattr(cpu, "host_available_bytes", lambda: free)
+        monkeypatch.setattr(capacity, "host_limit_bytes", lambda: free + (100 << 20))
+        return make_plan(model, settings_for(device="cpu"), CpuDevice(), context_tokens=CONTEXT)
+
+    with pytest.raises(CapacityError) as refused:
+        plan_within(10_000)
+    found = re.search(r"(\d+)(MiB|KiB|B) as the control group's limit", refused.value.hint or "")
+    assert found is not None, refused.value.hint
+    least = parse_bytes(found[1] + found[2]) - (100 << 20)
+    plan = plan_within(least)
+    assert disk.process_bytes(plan.memory) <= least
+    with pytest.raises(CapacityError):
+        plan_within(max(0, least - capacity.DRIFT_BYTES - (1 << 20)))

@@ -103,6 +103,12 @@ def host_available_bytes() -> int:
     return available
 
 
+def host_limit_bytes() -> int | None:
+    """The limit of the control group that leaves this process least; None where the machine leaves it less."""
+    left, limit = min(((limit - used, limit) for limit, used in _cgroup_limits()), default=(0, None))
+    return limit if limit is not None and left < int(psutil.virtual_memory().available) else None
+
+
 def _cgroup_limits() -> list[tuple[int, int]]:
     """(limit, used less droppable file pages), in bytes, of every memory control group above this process."""
     limits: list[tuple[int, int]] = []

@@ -19,6 +19,7 @@ from overspill.machine.device import Device
 from overspill.machine.reads import FileReader
 from overspill.model.sources import Conversion, Extents, Live
 from overspill.model.weights import ModelMap, Role, Weight
+from overspill.plan.loading import conversion_bytes
 
 _BATCH_BYTES = 64 << 20
 _COMPARED_BYTES = 16 << 20
@@ -135,7 +136,7 @@ def _jobs(weights: Sequence[Weight], targets: Mapping[str, torch.Tensor], device
     """What must pass through scratch memory: casts and uploads in batches, conversions one by one."""
     seen: set[int] = set()
     batch: list[Weight] = []
-    for weight in weights:
+    for weight in sorted(weights, key=_conversion_bytes, reverse=True):
         source = weight.source
         if isinstance(source, Conversion):
             if id(source) not in seen:
@@ -148,6 +149,11 @@ def _jobs(weights: Sequence[Weight], targets: Mapping[str, torch.Tensor], device
             batch.append(weight)
     if batch:
         yield _batch(batch, targets, device)
+
+
+def _conversion_bytes(weight: Weight) -> int:
+    """The largest conversion comes first, while little else is in its place."""
+    return conversion_bytes(weight.source) if isinstance(weight.source, Conversion) else 0
 
 
 def _file_bytes(weight: Weight) -> int:

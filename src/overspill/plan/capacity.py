@@ -5,24 +5,45 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from enum import Enum, auto
 
 from overspill.config import GIB, OffloadConfig, Settings, format_bytes
 from overspill.errors import CapacityError, ConfigError, UnsupportedModelError
+from overspill.machine.memory import host_limit_bytes
 from overspill.model.experts import expert_blocks
+from overspill.plan.disk import process_bytes
+from overspill.plan.least import least_bytes, written
 from overspill.plan.placement import MemoryForecast, Plan
 from overspill.plan.tiers import Access, Tier
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _SHORTER = "fewer or shorter sequences (--max-num-seqs, --max-model-len)"
 
+_BOUNDLESS = 1 << 60
+
+DRIFT_BYTES = 4 << 20
+"""What a process has taken when it plans differs by so much between two starts."""
+
 Forecast = Callable[[OffloadConfig], MemoryForecast]
 
 
-def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: Forecast) -> None:
+class Limit(Enum):
+    """What may be too little: host memory beside a device, what was stated for the CPU, what there is for it."""
+
+    HOST = auto()
+    STATED = auto()
+    PROCESS = auto()
+
+
+Within = Callable[[Limit, int], MemoryForecast]
+
+
+def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: Forecast, within: Within) -> None:
     """CapacityError where the host or the device has less than the plan needs.
 
     `forecast` plans the memory of the same model under other offload settings (ConfigError where those are refused);
-    the hint names settings only if they fit. `unified`: nothing can be offloaded.
+    the hint names settings only if they fit. `within` plans the same under another limit; the hint names the least that
+    would do. `unified`: nothing can be offloaded, and what loading takes counts.
     """
     memory = plan.memory
     host_bytes = memory.host_bytes + memory.staging_bytes
@@ -30,7 +51,7 @@ def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: 
         raise CapacityError(
             f"host memory: the plan places {format_bytes(host_bytes)} there, "
             f"{format_bytes(memory.available_host_bytes)} are available (the control group's limit included)",
-            hint="offload less, or raise the limit",
+            hint=f"offload less, or allow {_least_host(memory, settings, within)}",
         )
     stated = settings.offload.extension.device_fit.weight_budget_bytes
     if stated == 0:  # vllm.cpp's meaning: no verdict before loading
@@ -39,6 +60,12 @@ def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: 
     with_cache = stated is None
     needed = _needed(memory, with_cache)
     if needed <= limit:
+        if unified and with_cache and process_bytes(memory) > memory.available_process_bytes:
+            raise CapacityError(
+                f"memory: loading and running take {format_bytes(process_bytes(memory))}, "
+                f"{format_bytes(memory.available_process_bytes)} are available (the control group's limit included)",
+                hint=f"allow {_SHORTER}, or {_least_of_all(memory, settings, within)}",
+            )
         return
     pools = {"buffer pool": memory.buffer_pool_bytes}
     if memory.expert_slots_bytes:
@@ -57,6 +84,8 @@ def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: 
     def fits(offload: OffloadConfig) -> bool:
         return _fits(forecast, offload, with_cache, limit - working_bytes)
 
+    if unified and with_cache:
+        relief = f"{_SHORTER}, or {_least_of_all(memory, settings, within)}"
     ways_out = [] if unified else list(_ways_out(plan, settings.offload, missing, fits))
     raise CapacityError(
         f"{plan.device_name}: {what} need {format_bytes(needed)} of device memory "
@@ -65,7 +94,7 @@ def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: 
         f"{named}), the limit is {format_bytes(limit)}",
         hint=", or ".join([*ways_out, f"allow {relief}"])
         if ways_out
-        else f"moving weights alone is not enough here: allow {relief}, or more device memory",
+        else f"moving weights alone is not enough here: allow {relief}{'' if unified else ', or more device memory'}",
     )
 
 
@@ -90,6 +119,56 @@ def _fits(forecast: Forecast, offload: OffloadConfig, with_cache: bool, limit: i
         return _needed(forecast(offload), with_cache) <= limit
     except (ConfigError, UnsupportedModelError):
         return False
+
+
+# -- the least that would do -------------------------------------------------------------------------------------------
+
+
+def _least_host(memory: MemoryForecast, settings: Settings, within: Within) -> str:
+    def fits(nbytes: int) -> bool:
+        found = within(Limit.HOST, nbytes)
+        return found.host_bytes + found.staging_bytes <= nbytes
+
+    whole = within(Limit.HOST, _BOUNDLESS)
+    least = least_bytes(fits, 0, whole.host_bytes + whole.staging_bytes)
+    assert least is not None, "host memory that holds all of it does"
+    if settings.engine.memory_limit_bytes == memory.available_host_bytes:
+        return f"--memory-limit {written(least)}, which is the least that would do"
+    return _more_memory(least - memory.available_host_bytes)
+
+
+def _least_of_all(memory: MemoryForecast, settings: Settings, within: Within) -> str:
+    """The least limits, of those that were stated and are there, with which the CPU could start."""
+    stated = settings.engine.memory_limit_bytes
+    limit = Limit.PROCESS
+
+    def fits(nbytes: int) -> bool:
+        found = within(limit, nbytes)
+        return _needed(found, True) <= found.available_device_bytes and (
+            limit is Limit.STATED or process_bytes(found) <= found.available_process_bytes
+        )
+
+    ways = []
+    enough = process_bytes(within(Limit.STATED, _BOUNDLESS))
+    if stated is not None and stated < memory.available_process_bytes:
+        limit = Limit.STATED
+        if not fits(stated):
+            least = least_bytes(fits, 0, enough)
+            assert least is not None, "memory that holds all of it does"
+            ways.append(f"--memory-limit {written(least)}, which is the least that would do")
+    limit = Limit.PROCESS
+    least = least_bytes(fits, 0, enough)
+    if least is not None and least > memory.available_process_bytes:
+        ways.append(_more_memory(least - memory.available_process_bytes))
+    return ", and ".join(ways) or "a larger limit"
+
+
+def _more_memory(missing_bytes: int) -> str:
+    group_bytes = host_limit_bytes()
+    if group_bytes is None:
+        return f"{written(missing_bytes)} of memory more than the machine has left, the least that would do"
+    least = written(group_bytes + missing_bytes + DRIFT_BYTES)
+    return f"{least} as the control group's limit, which is the least that would do"
 
 
 # -- ways out ----------------------------------------------------------------------------------------------------------

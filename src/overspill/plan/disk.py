@@ -83,7 +83,13 @@ def within_memory(
 def _excess(layout: Layout) -> int:
     """Bytes that `layout` takes beyond what there is, where device and host are one memory."""
     memory = layout.memory
-    return memory.device_bytes + memory.staging_bytes + READER_BYTES - memory.available_device_bytes
+    asked = memory.device_bytes + memory.staging_bytes + READER_BYTES - memory.available_device_bytes
+    return max(asked, process_bytes(memory) - memory.available_process_bytes)
+
+
+def process_bytes(memory: MemoryForecast) -> int:
+    """What loading and running take at the most of the one memory that device and host are."""
+    return max(memory.device_bytes + memory.staging_bytes, memory.loading_bytes) + READER_BYTES
 
 
 def _experts_on_disk(

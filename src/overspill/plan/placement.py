@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,8 +34,10 @@ class Placement:
 class MemoryForecast:
     """Bytes by purpose. Working memory is that of a prompt pass at the full length; None where it is not known.
 
-    `staging_bytes` of host memory are what tensors pass through between device, host and disk. `mapped_bytes` are what
-    mapped files hold of the page cache where the device's memory is the host's, 0 elsewhere.
+    `staging_bytes` of host memory are what tensors pass through between device, host and disk. Where device and host
+    are one memory, `mapped_bytes` are what mapped files hold of the page cache (0 elsewhere), `loading_bytes` what
+    loading takes at its most, what it has placed included, and `available_process_bytes` what machine and control group
+    leave, whatever was allowed for weights and cache.
     """
 
     weights_bytes: int
@@ -47,6 +50,8 @@ class MemoryForecast:
     staging_bytes: int
     available_device_bytes: int
     available_host_bytes: int
+    loading_bytes: int = 0
+    available_process_bytes: int = sys.maxsize
 
     @property
     def pools_bytes(self) -> int:

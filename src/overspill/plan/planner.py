@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from overspill.config import OffloadConfig, Settings, format_bytes
 from overspill.errors import ConfigError
@@ -14,16 +15,29 @@ from overspill.machine.device import Device
 from overspill.machine.memory import host_available_bytes
 from overspill.model.map import conversions
 from overspill.model.weights import ModelMap, Weight
-from overspill.plan.capacity import capacity_warnings, refuse_capacity
+from overspill.plan.capacity import Limit, capacity_warnings, refuse_capacity
 from overspill.plan.converted import conversion_note
 from overspill.plan.disk import Layout, within_memory
 from overspill.plan.experts import nothing_saved
+from overspill.plan.loading import loading_peak
 from overspill.plan.mapped import Mapped
 from overspill.plan.placement import MemoryForecast, Placement, Plan, StepForecast
 from overspill.plan.policy import Choice, choose
 from overspill.plan.server_cache import server_cache_tokens, server_memory
 from overspill.plan.staging import Staging, staging_for
 from overspill.plan.tiers import Access, Tier
+
+PROCESS_BYTES = 32 << 20
+"""What a process takes after its plan was made, besides what is planned: stacks, allocators, libraries' first use."""
+
+
+@dataclass(frozen=True)
+class Available:
+    """Bytes that a plan may take: of the device, of the host, and of what machine and control group leave in all."""
+
+    device_bytes: int
+    host_bytes: int
+    process_bytes: int = sys.maxsize
 
 
 def refuse_device(settings: Settings, device: Device) -> None:
@@ -58,18 +72,36 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
     buffers_bytes = _rebuilt_buffer_bytes(model)
     mapped = Mapped(model, settings.offload.extension.mmap, device.unified)
 
-    def lay_out(choice: Choice) -> Layout:
+    available = _available(device, settings)
+
+    def lay_out(choice: Choice, available: Available) -> Layout:
         ring, experts, moved = choice.ring, choice.experts, _moved(choice)
         moved |= mapped.moved(moved)
         placements = tuple(_place(weight, moved) for weight in model)
         tokens = settings.engine.max_num_batched_tokens or context_tokens * settings.engine.max_num_seqs
         staging = staging_for(experts.placed, experts.slots, ring, tokens, unified=device.unified)
-        memory = _memory(model, placements, choice, staging, buffers_bytes, device, settings)
+        mapped_bytes = sum(p.weight.nbytes for p in placements if p.mapped) if device.unified else 0
+        memory = _memory(model, placements, choice, staging, buffers_bytes, mapped_bytes, available, settings)
+        if device.unified:
+            resident = (p.weight for p in placements if p.tier is Tier.DEVICE)
+            memory = replace(memory, loading_bytes=buffers_bytes + loading_peak(resident))
         return Layout(choice, placements, staging, memory)
 
-    def laid_out(offload: OffloadConfig) -> Layout:
+    def laid_out(offload: OffloadConfig, available: Available = available) -> Layout:
         choice = choose(model, offload, zero_copy=zero_copy, unified=device.unified)
-        return within_memory(model, offload, lay_out(choice), lay_out, unified=device.unified)
+        lay = partial(lay_out, available=available)
+        return within_memory(model, offload, lay(choice), lay, unified=device.unified)
+
+    def memory_within(limit: Limit, nbytes: int) -> MemoryForecast:
+        """The forecast if `limit` were `nbytes`."""
+        if limit is Limit.HOST:
+            changed = replace(available, host_bytes=nbytes)
+        elif limit is Limit.STATED:
+            changed = replace(available, device_bytes=nbytes, process_bytes=sys.maxsize)
+        else:
+            stated = settings.engine.memory_limit_bytes or sys.maxsize
+            changed = replace(available, device_bytes=min(stated, nbytes), process_bytes=nbytes)
+        return laid_out(settings.offload, changed).memory
 
     layout = laid_out(settings.offload)
     choice, memory = layout.choice, layout.memory
@@ -104,7 +136,13 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
             *capacity_warnings(memory),
         ),
     )
-    refuse_capacity(plan, settings, unified=device.unified, forecast=lambda offload: laid_out(offload).memory)
+    refuse_capacity(
+        plan,
+        settings,
+        unified=device.unified,
+        forecast=lambda offload: laid_out(offload).memory,
+        within=memory_within,
+    )
     return replace(plan, notes=(*plan.notes, conversion_note(model, plan.converted))) if plan.converted else plan
 
 
@@ -114,6 +152,15 @@ def _moved(choice: Choice) -> dict[str, tuple[Tier, Access, str]]:
     for layer in choice.ring.on(Tier.DISK) if choice.ring is not None else ():
         moved |= {w.full: (Tier.DISK, *moved[w.full][1:]) for w in layer.weights}
     return moved
+
+
+def _available(device: Device, settings: Settings) -> Available:
+    free_bytes = host_available_bytes()
+    host_bytes = min(free_bytes, settings.engine.memory_limit_bytes or sys.maxsize)
+    if not device.unified:
+        return Available(device.memory_bytes, host_bytes)
+    process_bytes = max(0, free_bytes - PROCESS_BYTES)
+    return Available(min(device.memory_bytes, process_bytes), host_bytes, process_bytes)
 
 
 def _place(weight: Weight, moved: Mapping[str, tuple[Tier, Access, str]]) -> Placement:
@@ -133,27 +180,27 @@ def _memory(
     choice: Choice,
     staging: Staging,
     buffers_bytes: int,
-    device: Device,
+    mapped_bytes: int,
+    available: Available,
     settings: Settings,
 ) -> MemoryForecast:
     sizes = {
         tier: packed_bytes(p.weight.nbytes for p in placements if p.tier is tier) for tier in (Tier.DEVICE, Tier.HOST)
     }
-    mapped_bytes = sum(p.weight.nbytes for p in placements if p.mapped)
     traced = model.trace if model.trace.failure is None else None
     experts = choice.experts
-    limit = settings.engine.memory_limit_bytes
     memory = MemoryForecast(
         weights_bytes=sizes[Tier.DEVICE] + buffers_bytes,
-        mapped_bytes=mapped_bytes if device.unified else 0,
+        mapped_bytes=mapped_bytes,
         buffer_pool_bytes=choice.ring.pool_bytes if choice.ring is not None else 0,
         expert_slots_bytes=experts.slots.pool_bytes if experts.slots is not None else 0,
         kv_cache_bytes=traced.kv_cache_bytes if traced is not None else None,
         working_bytes=traced.working_bytes if traced is not None else None,
         host_bytes=page_bytes(sizes[Tier.HOST]) if sizes[Tier.HOST] else 0,
         staging_bytes=staging.nbytes,
-        available_device_bytes=device.memory_bytes,
-        available_host_bytes=min(host_available_bytes(), limit or sys.maxsize),
+        available_device_bytes=available.device_bytes,
+        available_host_bytes=available.host_bytes,
+        available_process_bytes=available.process_bytes,
     )
     return server_memory(memory, traced, settings.engine) if traced is not None else memory
 
