@@ -49,21 +49,33 @@ bool give_zeros(uintptr_t address) {
     return false;
 }
 
-void on_bus_error(int signal, siginfo_t* info, void* context) {
-    const int kept = errno;
-    const bool ours = info->si_code > 0 && give_zeros(reinterpret_cast<uintptr_t>(info->si_addr));
-    errno = kept;
-    if (ours) return;
-    if (before_ours.sa_flags & SA_SIGINFO) {
-        before_ours.sa_sigaction(signal, info, context);
-    } else if (before_ours.sa_handler != SIG_DFL && before_ours.sa_handler != SIG_IGN) {
-        before_ours.sa_handler(signal);
-    } else {  // comes again when this returns, and ends the process as it would have
-        sigaction(signal, &before_ours, nullptr);
-    }
+// Ends the process as it would have ended without us.
+void end(int signal) {
+    struct sigaction by_default = {};
+    by_default.sa_handler = SIG_DFL;
+    sigaction(signal, &by_default, nullptr);
+    raise(signal);
 }
 
-// Another handler may have been set since the last mapping; it becomes the one that others' errors go to.
+void on_bus_error(int signal, siginfo_t* info, void* context) {
+    static std::atomic<bool> passing_on{false};
+    const bool fault = info->si_code > 0;  // and no signal that somebody sent
+    const int kept = errno;
+    const bool ours = fault && give_zeros(reinterpret_cast<uintptr_t>(info->si_addr));
+    errno = kept;
+    if (ours) return;
+    const bool handled = (before_ours.sa_flags & SA_SIGINFO) || (before_ours.sa_handler != SIG_DFL && before_ours.sa_handler != SIG_IGN);
+    if (!handled && before_ours.sa_handler == SIG_IGN && !fault) return;
+    // A handler may hand the signal on to the one before itself, which may have been us.
+    if (!handled || passing_on.exchange(true)) return end(signal);
+    if (before_ours.sa_flags & SA_SIGINFO) {
+        before_ours.sa_sigaction(signal, info, context);
+    } else {
+        before_ours.sa_handler(signal);
+    }
+    passing_on = false;
+}
+
 void take_signal() {
     page_bytes();
     struct sigaction now;
@@ -78,6 +90,11 @@ void take_signal() {
 }
 
 }  // namespace
+
+void guard_mappings() {
+    const std::lock_guard<std::mutex> guard(changes);
+    take_signal();
+}
 
 Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {
     const std::lock_guard<std::mutex> guard(changes);

@@ -38,4 +38,8 @@ class Mapping {
     size_t entry_;  // in the handler's table
 };
 
+// Has bus errors come here first again, where another handler was set since the last mapping; that one gets those that
+// are none of ours. Throws std::system_error.
+void guard_mappings();
+
 }  // namespace overspill

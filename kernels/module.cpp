@@ -91,6 +91,7 @@ NB_MODULE(_kernels, module) {
             PyErr_SetFromErrno(PyExc_OSError);
         }
     });
+    module.def("guard_mappings", &guard_mappings);
     nb::class_<Mapping>(module, "Mapping")
         .def(nb::init<int, size_t>())
         .def_prop_ro("address", &Mapping::address)

@@ -92,3 +92,6 @@ class Mapping:
 
     def populate(self, offset: int, bytes: int) -> None:
         """Bring a span into the page cache, as far as it can be read. The interpreter's lock is not held."""
+
+def guard_mappings() -> None:
+    """Have bus errors come to the mappings first again, where another handler was set since the last one was made."""

@@ -106,30 +106,64 @@ def test_what_cannot_be_mapped_is_named(tmp_path: Path) -> None:
         MappedFile(tmp_path / "empty")
 
 
-SHRINKS = """
-import faulthandler, mmap, os, sys
-if sys.argv[2] == "handler":
-    faulthandler.enable()
-import torch
+LOST = """
+import faulthandler, mmap, os, signal, sys
 from pathlib import Path
+import torch
 from overspill.checkpoint import Extent
 from overspill.machine.mappings import MappedFile
-path = Path(sys.argv[1])
+
+path, case = Path(sys.argv[1]), sys.argv[2]
+if "handler before" in case:
+    faulthandler.enable()
+if "ignored" in case:
+    signal.signal(signal.SIGBUS, signal.SIG_IGN)
 ours = MappedFile(path)
+if "handler between" in case:
+    faulthandler.enable()
+    second = MappedFile(path)
+if "handler after" in case:
+    faulthandler.enable()
+    MappedFile.guard()
+if "python's after" in case:
+    signal.signal(signal.SIGBUS, lambda *told: print("told", flush=True))
+    MappedFile.guard()
 with path.open("r+b") as file:
     others = mmap.mmap(file.fileno(), 0)
 os.truncate(path, 0)
 assert int(ours.tensor(Extent(path, 0, 100), (100,), torch.uint8).sum()) == 0
 print("survived", flush=True)
-others[0]
+if "sent" in case:
+    os.kill(os.getpid(), signal.SIGBUS)
+elif "others" in case:
+    others[0]
+ours.restore()
+print("alive", flush=True)
 """
 
 
-@pytest.mark.parametrize("before", ["handler", "default"])
-def test_bus_errors_of_others_end_the_process_as_they_did(before: str, file: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "ends"),
+    [
+        ("others", True),
+        ("sent", True),
+        ("others, handler before", True),
+        ("sent, handler before", True),
+        ("others, handler between", True),
+        ("sent, handler between", True),
+        ("others, handler after", True),
+        ("handler after", False),
+        ("sent, python's after", False),
+        ("sent, ignored", False),
+        ("others, ignored", True),
+    ],
+)
+def test_bus_errors_of_others_do_what_they_did_without_us(case: str, ends: bool, file: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SHRINKS, str(file), before], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", LOST, str(file), case], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.stdout == "survived\n", done.stderr
-    assert done.returncode == -signal.SIGBUS
-    assert ("Fatal Python error: Bus error" in done.stderr) is (before == "handler")
+    assert done.stdout.startswith("survived\n"), done.stderr
+    assert done.returncode == (-signal.SIGBUS if ends else 0), done.stderr
+    assert ("alive" in done.stdout) is not ends
+    assert ("told" in done.stdout) is ("python's" in case)
+    assert ("Fatal Python error: Bus error" in done.stderr) is (ends and "handler" in case)

@@ -230,6 +230,29 @@ def test_a_file_that_shrinks_while_a_pass_reads_it_fails_that_pass_with_the_weig
     assert torch.equal(logits(engine), expected)
 
 
+def test_what_is_lost_in_a_part_of_the_model_that_is_called_alone_fails_as_well(tmp_path: Path) -> None:
+    TINY["llama_bf16"].save(tmp_path)
+    placed_ = on_cpu(tmp_path, MMAP).placed
+    os.truncate(tmp_path / "model.safetensors", 4096)
+    with pytest.raises(CheckpointError, match=r"what is mapped from byte \d+ on"), placed_.running():
+        placed_.model.get_submodule("model")(torch.tensor([PROMPT]))
+
+
+def test_what_a_pass_throws_over_lost_pages_is_told_as_the_loss(tmp_path: Path) -> None:
+    TINY["llama_bf16"].save(tmp_path)
+    engine = on_cpu(tmp_path, MMAP)
+
+    def throw(module: Any, arguments: Any) -> None:
+        os.truncate(tmp_path / "model.safetensors", 0)
+        assert not engine.placed.mapped.tensors["lm_head.weight"].any()
+        raise ValueError("computed on zeros")
+
+    engine.placed.model.get_submodule("model.layers.3").register_forward_pre_hook(throw)
+    with pytest.raises(CheckpointError, match="could not be read any more") as failed:
+        logits(engine)
+    assert isinstance(failed.value.__context__, ValueError)
+
+
 def test_a_weight_that_is_not_where_its_file_is_mapped_stops_the_start(tiny: MakeTiny) -> None:
     folder = tiny("llama_bf16")
     model = on_cpu(folder, MMAP).placed

@@ -21,7 +21,8 @@ class MappedFile:
     """`path` mapped as it is now. Raises CheckpointError where it cannot be.
 
     A file that shrinks under it, or a disk that fails, is no bus error here: who reads what is gone reads zeros, and
-    `lost_at` then says so. Writing into its tensors ends the process.
+    `lost_at` then says so. A handler of bus errors that is set afterwards takes that away until `guard()`. Writing into
+    its tensors ends the process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,6 +40,11 @@ class MappedFile:
         """`extent`, of this file and at a multiple of the dtype's size in it, as a tensor; keeps the mapping alive."""
         assert extent.file == self.path, extent
         return self._data[extent.offset : extent.offset + extent.length].view(dtype).view(shape)
+
+    @staticmethod
+    def guard() -> None:
+        """Meet bus errors first again, in all mappings; those of others go to the handler that was set meanwhile."""
+        _kernels.guard_mappings()
 
     @property
     def lost_at(self) -> int | None:

@@ -22,7 +22,8 @@ class MappedWeights:
     """`plan.mapped` as tensors over mapped files; memory of theirs is the page cache's.
 
     `tensors` are the weights that lie in one piece, by name; `experts` compute the blocks of which a weight lies in a
-    piece for each expert. `verify` is asked before and after each pass, since what a pass reads may be lost meanwhile.
+    piece for each expert. `verify` is asked after each pass, since what a pass reads may be lost meanwhile; passes are
+    run one at a time.
     """
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
@@ -71,12 +72,13 @@ class MappedWeights:
     def _before(self) -> None:
         """What was lost is read again, once the files are as they were."""
         verify_untouched(self._stamps)
+        MappedFile.guard()
         for file in self._files.values():
             if file.lost_at is not None:
                 file.restore()
 
     def verify(self) -> None:
-        """CheckpointError where a file changed, or a page of it could not be read, naming file and weight."""
+        """After a pass: CheckpointError, with file and weight, where a file changed or a page could not be read."""
         for path, file in self._files.items():
             if (at := file.lost_at) is not None:
                 raise CheckpointError(

@@ -64,7 +64,10 @@ class PlacedModel:
         what is written into it is lost, and `state_dict()` does not hold the weights.
         """
         with self.turn, torch.no_grad(), self.device.execution():
-            yield
+            try:
+                yield
+            finally:
+                self.mapped.verify()
 
 
 def place(plan: Plan, device: Device, *, progress: Progress | None = None, debug: bool = False) -> PlacedModel:
