@@ -20,7 +20,8 @@ demo: $(VENV)/installed
 	model=$$($(BIN)/python examples/demo_model.py --cache $(CACHE)) && \
 	$(BIN)/overspill compare "$$model" $(DEMO_DEVICE) --cpu-offload-gb 0.3 \
 		--prompt "What is the capital of France?" --prompt "Name three colours." \
-		--max-tokens 24 --output report
+		--max-tokens 24 --output report && \
+	OVERSPILL_CACHE_DIR=$(CACHE)/converted $(BIN)/python examples/under_a_limit.py "$$model"
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 -q
