@@ -1,7 +1,7 @@
 """A model under a memory limit smaller than its weights, beside the same without one: same answer, less memory.
 
-Each runs as `overspill run` in a process of its own, inside a memory control group that a wrapper (tests/memlimit) makes
-and reads the peak from: anonymous memory and page cache, the interpreter and its libraries included.
+Each runs as `overspill run` in a process of its own, inside a memory control group that a wrapper (tests/memlimit)
+makes and reads the peak from: anonymous memory and page cache, the interpreter and its libraries included.
 
     python examples/under_a_limit.py MODEL [--memory-limit 300MiB] [--json]
 """

@@ -101,7 +101,7 @@ def test_experts_through_slots_are_the_same_bits(name: str, count: int) -> None:
         for attribute, tensor in on_host(experts, device).items()
     }
     pool = device.allocate(slots.pool_bytes, "expert_slots").data
-    stream = ExpertStream(slots, pool, HostSource(device, hosts), device, None)
+    stream = ExpertStream(slots, pool, HostSource(slots, device, hosts), device, None)
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList([torch.nn.ModuleDict({"experts": experts}) for experts in layers])
     runs = stream.install(model, ())

@@ -86,9 +86,11 @@ def run_experts(
         if staging.expert_bytes:
             memory = blocks["staging"].data[staging.cpu_bytes :]
             buffers = memory[: READ_BUFFERS * slots.slot_bytes].split(slots.slot_bytes)
-        source = DiskSource(DiskReads(device, buffers, {**plan.model.stamps, **converted.stamps}), converted.sources)
+        source = DiskSource(
+            slots, DiskReads(device, buffers, {**plan.model.stamps, **converted.stamps}), converted.sources
+        )
     else:
-        source = HostSource(device, hosts)
+        source = HostSource(slots, device, hosts)
     help_ = None
     if slots.policy != "fetch":
         assert side is not None

@@ -11,31 +11,35 @@ from overspill.machine.device import Device
 from overspill.model.experts import ExpertBlock
 from overspill.model.sources import Extents, runs_of
 from overspill.offload.fetches import DiskReads, Fetch, HostFetch, Region, extents_of
-from overspill.plan.slots import part_span
+from overspill.plan.slots import Slots
 
 
 class ExpertSource(ABC):
-    """Brings experts into slots. One thread asks."""
+    """Brings experts into `slots`. One thread asks."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
 
     @abstractmethod
     def start(self, block: ExpertBlock, expert: int, slot: torch.Tensor) -> Fetch:
-        """Begin to fill `slot`, uint8 device memory, with `expert` of `block`, each weight at its `part_span`."""
+        """Begin to fill `slot`, uint8 device memory, with `expert` of `block`, each weight at its span."""
 
 
 class HostSource(ExpertSource):
     """From stacks of experts in host memory, by weight name."""
 
-    def __init__(self, device: Device, hosts: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, slots: Slots, device: Device, hosts: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(slots)
         self._device = device
         self._bytes = {name: tensor.flatten().view(torch.uint8) for name, tensor in hosts.items()}
 
     def start(self, block: ExpertBlock, expert: int, slot: torch.Tensor) -> Fetch:
         transfers = []
-        for attribute, weight in block.weights.items():
+        for weight in block.weights.values():
             nbytes = weight.nbytes // block.experts
             with torch._C._DisableTorchDispatch():  # slices of memory are no work of the device
                 source = self._bytes[weight.full][expert * nbytes : (expert + 1) * nbytes]
-                target = slot[part_span(block, attribute, expert)]
+                target = slot[self._slots.span(weight, expert)]
             transfers.append(self._device.transfer(target, source))
         return HostFetch(transfers)
 
@@ -43,15 +47,16 @@ class HostSource(ExpertSource):
 class DiskSource(ExpertSource):
     """From the checkpoint's files, or those of `converted` weights by name, one read per run of bytes."""
 
-    def __init__(self, reads: DiskReads, converted: Mapping[str, Extents]) -> None:
+    def __init__(self, slots: Slots, reads: DiskReads, converted: Mapping[str, Extents]) -> None:
+        super().__init__(slots)
         self.reads = reads
         self._converted = converted
 
     def start(self, block: ExpertBlock, expert: int, slot: torch.Tensor) -> Fetch:
         regions = []
-        for attribute, weight in block.weights.items():
+        for weight in block.weights.values():
             nbytes = weight.nbytes // block.experts
             runs = runs_of(extents_of(weight, self._converted), expert * nbytes, (expert + 1) * nbytes)
             with torch._C._DisableTorchDispatch():
-                regions.append(Region(runs, slot[part_span(block, attribute, expert)], [f"{weight.full}[{expert}]"]))
+                regions.append(Region(runs, slot[self._slots.span(weight, expert)], [f"{weight.full}[{expert}]"]))
         return self.reads.start(regions)

@@ -30,7 +30,7 @@ from overspill.offload.expert_sources import ExpertSource
 from overspill.offload.fetches import Fetch
 from overspill.offload.in_place import BlockUse, CpuSide
 from overspill.plan import Access
-from overspill.plan.slots import SWEEP_SLOTS, Slots, part_span
+from overspill.plan.slots import SWEEP_SLOTS, Slots
 
 _PROMOTED = 2
 """So many experts that the CPU computed are brought into slots after a block, at the most."""
@@ -248,8 +248,8 @@ class StreamedExperts:
 
     def view(self, attribute: str, expert: int, room: torch.Tensor) -> torch.Tensor:
         """One weight of `expert` in the slot that holds it."""
-        part = room[part_span(self.block, attribute, expert)]
-        return part.view(self.block.weights[attribute].dtype).view(self._shapes[attribute])
+        weight = self.block.weights[attribute]
+        return room[self.stream.slots.span(weight, expert)].view(weight.dtype).view(self._shapes[attribute])
 
 
 class _Reader:
