@@ -6,6 +6,8 @@ import json
 import os
 import re
 import struct
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from emulated_runs import CONTEXT, PROMPT, emulated, mapped, passes, planned, se
 from overspill.engine import Engine, SamplingParams
 from overspill.errors import CheckpointError, PlacementDefect, UnsupportedModelError
 from overspill.machine.cpu import CpuDevice
+from overspill.model.weights import Role
 from overspill.offload.ledger import take_ledger
 from overspill.offload.placed import place
 from overspill.plan import Access, Plan, Tier, disk, make_plan
@@ -98,6 +101,16 @@ def test_a_float32_weight_at_an_odd_address_is_copied(name: str, shift: int, tmp
     if shift in (2, 34) and name == "llama":
         assert not engine.plan.mapped
         assert any("in a file at no multiple of 16 bytes" in w for w in engine.plan.warnings)
+
+
+def test_buffers_are_copied_since_a_model_may_write_them(tmp_path: Path) -> None:
+    TINY["nemotron_h"].save(tmp_path)
+    for shift in (0, 8):
+        moved_by(tmp_path, shift)
+        plan = on_cpu(tmp_path, MMAP).plan
+        assert plan.mapped
+        assert any(weight.role is Role.BUFFER for weight in plan.model)
+        assert all(weight.role is not Role.BUFFER for weight in plan.mapped)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
@@ -228,6 +241,30 @@ def test_a_file_that_shrinks_while_a_pass_reads_it_fails_that_pass_with_the_weig
     assert re.match(told, failed.value.message)
     restore()
     assert torch.equal(logits(engine), expected)
+
+
+HANDLED = """
+import os, signal, sys
+import overspill
+from overspill.engine import SamplingParams
+from overspill.errors import CheckpointError
+
+engine = overspill.load(sys.argv[1], {"overspill": {"mmap": {"enabled": True}}}, device="cpu", max_model_len=32)
+signal.signal(signal.SIGBUS, lambda *told: None)
+layer = engine.placed.model.get_submodule("model.layers.2")
+layer.register_forward_pre_hook(lambda *told: os.truncate(sys.argv[1] + "/model.safetensors", 0))
+try:
+    engine.generate([1, 2, 3], SamplingParams(max_tokens=2), ignore_eos=True)
+except CheckpointError as error:
+    print(error.message)
+"""
+
+
+def test_another_handler_that_was_set_after_loading_takes_nothing_away(tmp_path: Path) -> None:
+    TINY["llama_bf16"].save(tmp_path)
+    command = [sys.executable, "-c", HANDLED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "could not be read any more" in done.stdout
 
 
 def test_what_is_lost_in_a_part_of_the_model_that_is_called_alone_fails_as_well(tmp_path: Path) -> None:
