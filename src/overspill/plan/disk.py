@@ -83,8 +83,13 @@ def within_memory(
 def _excess(layout: Layout) -> int:
     """Bytes that `layout` takes beyond what there is, where device and host are one memory."""
     memory = layout.memory
-    asked = memory.device_bytes + memory.staging_bytes + READER_BYTES - memory.available_device_bytes
+    asked = asked_bytes(memory) - memory.available_device_bytes
     return max(asked, process_bytes(memory) - memory.available_process_bytes)
+
+
+def asked_bytes(memory: MemoryForecast) -> int:
+    """What a memory limit must allow, where device and host are one memory, for nothing more to stay on disk."""
+    return memory.device_bytes + memory.staging_bytes + READER_BYTES
 
 
 def process_bytes(memory: MemoryForecast) -> int:
