@@ -97,6 +97,12 @@ def process_bytes(memory: MemoryForecast) -> int:
     return max(memory.device_bytes + memory.staging_bytes, memory.loading_bytes) + READER_BYTES
 
 
+def process_binds(memory: MemoryForecast) -> bool:
+    """Whether what machine and control group leave the process is scarcer than what weights and cache may take."""
+    left = memory.available_process_bytes - process_bytes(memory)
+    return memory.unified and left < memory.available_device_bytes - asked_bytes(memory)
+
+
 def _experts_on_disk(
     model: ModelMap, offload: OffloadConfig, layout: Layout, lay_out: Callable[[Choice], Layout]
 ) -> Layout:
