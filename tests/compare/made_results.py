@@ -84,6 +84,7 @@ def run(access: str | None = None, **changes: Any) -> RunResult:
             offloaded_bytes=offloaded,
             saved_bytes=offloaded - pool,
             weights_bytes=held,
+            mapped_bytes=0,
             buffer_pool_bytes=pool,
             expert_slots_bytes=0,
             kv_cache_bytes=MIB,
@@ -96,6 +97,9 @@ def run(access: str | None = None, **changes: Any) -> RunResult:
             prefetch_bytes=prefetch,
             in_place_bytes=0,
             stream_bytes=0.0,
+            disk_bytes=0,
+            disk_most_bytes=0,
+            expert_edges_bytes=4096,
             zero_copy_floor_s=zero_copy / 4e9,
             prefetch_floor_s=prefetch / 4e9,
             in_place_floor_s=0.0,
@@ -166,6 +170,44 @@ def streamed(counts: SlotCounts = COUNTS, **changes: Any) -> RunResult:
         "memory": replace(made.memory, held_bytes=held),
         "blocks": (*made.blocks, Allocation("expert_slots", "device", 5 * MIB, 5 * MIB, False)),
     }
+    return replace(made, **{**given, **changes})
+
+
+def from_disk(read_bytes: int | None = None, **changes: Any) -> RunResult:
+    """Layers 2 and 3 are read from disk by the CPU, `read_bytes` in each of 3 passes: 8 KiB of edges beside them."""
+    made = run("prefetch")
+    planned = made.plan.offloaded_bytes
+    plan = replace(
+        made.plan,
+        backend=None,
+        ways=("layers from disk",),
+        prefetch_bytes=0,
+        host_bytes=0,
+        disk_bytes=planned,
+        disk_most_bytes=planned + 8192,
+    )
+    weights_there = tuple(replace(w, tier="disk") if w.access == "prefetch" else w for w in made.weights)
+    read_bytes = planned + 8192 if read_bytes is None else read_bytes
+    answer = replace(generation(0), layers_read_bytes=3 * read_bytes)
+    given = {"device_kind": "cpu", "plan": plan, "weights": weights_there, "generations": (answer,)}
+    return replace(made, **{**given, **changes})
+
+
+def mapped(**changes: Any) -> RunResult:
+    """The CPU uses all weights in mapped files; 256 bytes of buffers are beside them."""
+    made = run()
+    there = tuple(replace(w, tier="disk", access="in_place", reason="mmap") for w in made.weights)
+    offloaded = sum(w.bytes for w in there)
+    plan = replace(
+        made.plan,
+        ways=("mapped files",),
+        offloaded_bytes=offloaded,
+        saved_bytes=offloaded,
+        weights_bytes=256,
+        mapped_bytes=offloaded,
+    )
+    held = {**made.memory.held_bytes, "weights": 256}
+    given = {"device_kind": "cpu", "plan": plan, "weights": there, "memory": replace(made.memory, held_bytes=held)}
     return replace(made, **{**given, **changes})
 
 

@@ -109,8 +109,14 @@ def test_a_policy_that_was_not_followed_fails():
 def test_experts_on_disk_must_have_been_read():
     made = streamed()
     weights = tuple(replace(w, tier="disk") if w.access == "stream" else w for w in made.weights)
-    for read_bytes, outcome in ((5 * MIB, PASS), (5 * MIB - 1, FAIL)):
-        answer = replace(made.generations[0], read_bytes=read_bytes)
+    edges = 5 * 4096  # 5 experts came
+    for read_bytes, outcome in (
+        (5 * MIB, PASS),
+        (5 * MIB - 1, FAIL),
+        (5 * MIB + edges, PASS),
+        (5 * MIB + edges + 1, FAIL),
+    ):
+        answer = replace(made.generations[0], experts_read_bytes=read_bytes)
         verdict = bytes_moved([replace(made, weights=weights, generations=(answer,))])
         assert verdict.outcome is outcome
         assert "20.00 MiB of weights lie on disk" in verdict.checks[0].text

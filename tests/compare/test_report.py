@@ -7,7 +7,7 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
-from made_results import EQUAL, LAYERS, MIB, evidence, generation, placed, run, streamed
+from made_results import EQUAL, LAYERS, MIB, evidence, from_disk, generation, mapped, placed, run, streamed
 from rich.console import Console
 
 from overspill.compare.answers import AnswerDifference
@@ -142,6 +142,21 @@ def test_routed_experts_are_told_on_the_page_and_in_the_terminal():
     assert re.search(r"host, in-place\s+2\s+20\.00 MiB", text)
     assert "Routed experts" in page
     assert "Routed experts" not in render_page(report_of(evidence()))
+
+
+def test_what_a_step_reads_from_disk_is_told_where_there_is_any():
+    report = report_of(evidence(candidate=(from_disk(),) * 2))
+    for told in (shown(report), render_page(report)):
+        assert "read from disk a step" in told
+        assert "20.01 MiB" in told
+    quiet = report_of(evidence())
+    assert "read from disk a step" not in shown(quiet) + render_page(quiet)
+
+
+def test_mapped_files_have_a_row_of_memory():
+    (row,) = (row for row in memory_rows([mapped()]) if row.purpose == "mapped files")
+    assert row.forecast == row.measured == 60 * MIB
+    assert not any(row.purpose == "mapped files" for row in memory_rows([run()]))
 
 
 def test_expert_slots_and_staging_have_rows_of_memory():

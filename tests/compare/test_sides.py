@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from overspill.compare.sides import Contest, make_contest
-from overspill.config import resolve
+from overspill.config import parse_bytes, resolve
 from overspill.errors import CapacityError, CheckpointError, ConfigError
+from overspill.plan import Tier, disk
 
 NOWHERE = "/nonexistent/model.gguf"
 UVA = {"uva": {"cpu_offload_gb": 3e-5}}
@@ -88,6 +90,46 @@ def test_a_placement_that_has_nothing_to_do_is_refused_with_the_reason(tiny):
     with pytest.raises(ConfigError, match=r"moves nothing.*resolves to the engine's own device \(cpu\)") as refused:
         contest(tiny("qwen3_moe"), candidate=None, options={"device": "cpu", "cpu_moe": True})
     assert "--device emulated" in (refused.value.hint or "")
+
+
+PREFETCH = {"prefetch": {"offload_group_size": 1, "offload_prefetch_step": 1}}
+
+
+@pytest.fixture
+def _no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model: what reading takes for itself is a thousand times what it has."""
+    monkeypatch.setattr(disk, "READER_BYTES", 0)
+
+
+def stated_limit(hint: str | None) -> int:
+    found = re.search(r"--memory-limit (\d+(?:MiB|KiB|B)),", hint or "")
+    assert found is not None, hint
+    return parse_bytes(found[1])
+
+
+@pytest.mark.usefixtures("_no_reader")
+@pytest.mark.parametrize(("device", "document"), [("cpu", None), ("emulated", PREFETCH)])
+def test_a_memory_limit_is_the_candidates_and_must_leave_something_on_disk(tiny, device, document):
+    def limited(nbytes: int) -> Contest:
+        options = {"device": device, "memory_limit_bytes": nbytes}
+        return contest(tiny("llama"), document, document, options=options)
+
+    with pytest.raises(ConfigError, match="leaves nothing on disk, so there is nothing to compare") as refused:
+        limited(1 << 30)
+    most = stated_limit(refused.value.hint)
+    made = limited(most)
+    assert made.baseline is not None
+    assert made.candidate.plan.on(Tier.DISK)
+    assert not made.baseline.plan.on(Tier.DISK)
+    assert made.candidate.job.engine["memory_limit_bytes"] == most
+    assert "memory_limit_bytes" not in made.baseline.job.engine
+    with pytest.raises(ConfigError, match="leaves nothing on disk"):
+        limited(most + 1024)
+
+
+def test_a_limit_of_host_memory_that_nothing_uses_is_refused(tiny):
+    with pytest.raises(ConfigError, match="a memory limit is of host memory, and no weight is there"):
+        contest(tiny("llama"), candidate=None, options={"device": "emulated", "memory_limit_bytes": 1 << 30})
 
 
 def test_both_sides_observe_the_first_experts_that_either_may_compute_otherwise(tiny):

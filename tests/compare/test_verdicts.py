@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from made_results import EQUAL, LAYER_BYTES, MIB, evidence, generation, run, weights
+from made_results import EQUAL, LAYER_BYTES, MIB, evidence, from_disk, generation, mapped, run, weights
 
 from overspill.compare.answers import AnswerDifference
 from overspill.compare.results import Pass
@@ -43,6 +43,30 @@ def test_no_byte_moved_fails():
     verdict = bytes_moved([run()])
     assert verdict.outcome is FAIL
     assert "nothing was offloaded" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("read_bytes", "outcome"),
+    [
+        (0, FAIL),
+        (2 * LAYER_BYTES - 1, FAIL),
+        (2 * LAYER_BYTES, PASS),
+        (2 * LAYER_BYTES + 8192, PASS),
+        (2 * LAYER_BYTES + 8193, FAIL),
+    ],
+)
+def test_layers_on_disk_are_read_as_planned_and_no_more(read_bytes: int, outcome: Outcome):
+    verdict = bytes_moved([from_disk(), from_disk(read_bytes)])
+    assert verdict.outcome is outcome
+    told = f"{3 * read_bytes} bytes were read from disk for layers in 3 passes, the plan says {3 * 2 * LAYER_BYTES}"
+    assert (told in verdict.reason) is (outcome is FAIL)
+
+
+def test_what_no_plan_reads_from_disk_fails():
+    made = run()
+    stray = replace(made.generations[0], layers_read_bytes=1)
+    checks = bytes_moved([replace(made, generations=(stray,))]).checks
+    assert any(check.outcome is FAIL and "1 bytes were read from disk" in check.text for check in checks)
 
 
 def test_another_number_of_bytes_than_planned_fails_in_any_run():
@@ -112,6 +136,16 @@ def test_memory_may_differ_from_the_plan_by_alignment_only():
     for extra, outcome in ((0, PASS), (tolerance, PASS), (tolerance + 1, FAIL), (-tolerance - 1, FAIL)):
         off = held(candidate, 40 * MIB + extra)
         assert device_memory(evidence(candidate=(candidate, off))).outcome is outcome, extra
+
+
+def test_the_forecast_of_a_mapped_model_is_that_of_its_mappings_too():
+    made = mapped()
+    filled = replace(made, memory=replace(made.memory, kv_cache_peak_bytes=MIB * 9 // 10))
+    verdict = device_memory(evidence(candidate=(filled,) * 2))
+    assert verdict.outcome is PASS
+    assert "the forecast of weights, mapped files, buffer pool and KV cache" in verdict.checks[1].text
+    fewer = replace(filled, weights=filled.weights[1:])
+    assert device_memory(evidence(candidate=(fewer,) * 2)).checks[1].outcome is FAIL
 
 
 def test_memory_that_did_not_fall_fails():

@@ -7,6 +7,8 @@ from overspill.compare.answers import block_difference, difference
 from overspill.compare.results import OBSERVED, Job, RunResult, from_json, to_json
 from overspill.compare.verdicts import Evidence, Outcome, judge
 from overspill.compare.worker import measure
+from overspill.machine.reads import FileReader
+from overspill.plan import disk
 
 PROMPTS = ((5, 17, 99, 3), (64, 21, 120, 7, 40, 11))
 
@@ -104,6 +106,39 @@ def test_what_streams_from_disk_is_read_where_the_cpu_computes(tiny):
     read_bytes = sum(generation.read_bytes for generation in candidate.generations)
     assert read_bytes >= candidate.slot_counts.bytes > 0
     assert sum(generation.link_bytes for generation in candidate.generations) == 0
+
+
+PREFETCH = {"prefetch": {"offload_group_size": 1, "offload_prefetch_step": 1}}
+
+
+@pytest.mark.parametrize(("device", "document", "share"), [("cpu", {}, 0.7), ("emulated", PREFETCH, 0.9)])
+def test_layers_on_disk_are_read_as_often_as_planned(tiny, monkeypatch, device, document, share):
+    monkeypatch.setattr(disk, "READER_BYTES", 0)  # a thousand times what a tiny model has
+    baseline, reference = measure(job(tiny("llama"), document, device=device))
+    plan = baseline.plan
+    whole = plan.host_bytes if document else plan.weights_bytes + (plan.kv_cache_bytes or 0)
+    limited = job(tiny("llama"), document, device=device, memory_limit_bytes=int(whole * share))
+    candidate, logits = measure(limited)
+    apart = tuple(
+        difference(a, reference[str(i)], b, logits[str(i)])
+        for i, (a, b) in enumerate(zip(baseline.generations, candidate.generations, strict=True))
+    )
+    moved, _, answer, _ = judge(Evidence((baseline,), (candidate,), (), (apart,)))
+    assert (moved.outcome, answer.outcome) == (Outcome.PASS, Outcome.PASS), moved
+    assert any("of layers each from disk, as planned" in check.text for check in moved.checks)
+    assert candidate.plan.disk_bytes > 0
+    assert all(g.layers_read_bytes >= len(g.passes) * candidate.plan.disk_bytes for g in candidate.generations)
+
+    read = FileReader.read
+
+    def twice(reader: FileReader, *pieces: object) -> None:
+        read(reader, *pieces)
+        read(reader, *pieces)
+
+    monkeypatch.setattr(FileReader, "read", twice)
+    moved, *_ = judge(Evidence((baseline,), (measure(limited)[0],), (), (apart,)))
+    assert moved.outcome is Outcome.FAIL
+    assert "bytes were read from disk for layers in" in moved.reason
 
 
 def test_what_is_observed_is_the_first_prompts_pass_as_it_is(resident):

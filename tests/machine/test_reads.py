@@ -4,6 +4,7 @@ import gc
 import mmap
 import os
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from overspill.checkpoint import Extent
 from overspill.errors import CheckpointError
 from overspill.machine import read_requests, reads
-from overspill.machine.read_requests import ALIGNMENT, plan_requests
+from overspill.machine.read_requests import ALIGNMENT, most_bytes, plan_requests
 from overspill.machine.reads import FileReader
 
 SIZE = (1 << 20) + 1234
@@ -73,6 +74,9 @@ def test_every_byte_arrives_and_no_other_is_touched(
     wanted = sum(length for _, length, _ in pieces)
     assert sum(arrived) == wanted
     assert reader.requests >= (wanted > 0)
+    ends = sorted((offset, offset + length) for offset, length, _ in pieces if length)
+    if all(end <= begin for (_, end), (begin, _) in pairwise(ends)):
+        assert reader.bytes_read <= most_bytes(extent for extent, _, _ in guarded if extent.length)
 
 
 def test_a_view_of_another_format_is_filled(file: Path) -> None:
@@ -88,12 +92,15 @@ def test_neighbours_become_one_request_and_small_gaps_are_read_through(file: Pat
         reader.read(pieces)
     assert reader.requests == 1
     assert 150_000 - 500 <= reader.bytes_read <= 150_000 + ALIGNMENT
+    assert most_bytes(extent for extent, _ in pieces) == reader.bytes_read
 
 
 def test_a_wide_gap_is_skipped(file: Path) -> None:
+    pieces = [(Extent(file, offset, 10), destination(10, 8)) for offset in (0, 900_000)]
     with FileReader() as reader:
-        reader.read([(Extent(file, offset, 10), destination(10, 8)) for offset in (0, 900_000)])
+        reader.read(pieces)
     assert (reader.requests, reader.bytes_read) == (2, 2 * ALIGNMENT)
+    assert most_bytes(extent for extent, _ in pieces) == reader.bytes_read
 
 
 def test_memory_that_lies_like_the_file_is_read_in_place(file: Path) -> None:

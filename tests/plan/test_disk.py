@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from emulated_runs import CONTEXT, DISABLE_UVA, emulated, mapped, planned, settings_for
 from overspill.config import parse_bytes
@@ -19,6 +22,7 @@ from overspill.model.weights import ModelMap
 from overspill.plan import Access, Plan, Tier, capacity, disk, make_plan, planner
 from overspill.plan.disk import AHEAD_BYTES, host_share, ring_from_disk
 from overspill.plan.policy import ring_layers
+from overspill.plan.report import plan_as_json, render_plan
 from tiny_models import MakeTiny
 
 
@@ -232,3 +236,21 @@ def test_a_process_that_has_too_little_is_told_the_least_group(tiny: MakeTiny, m
     assert disk.process_bytes(plan.memory) <= least
     with pytest.raises(CapacityError):
         plan_within(max(0, least - capacity.DRIFT_BYTES - (1 << 20)))
+
+
+def test_the_report_says_what_loading_takes_and_what_the_process_has_where_that_binds(tiny: MakeTiny) -> None:
+    plan = make_plan(mapped(tiny("llama")), settings_for(device="cpu"), CpuDevice(), context_tokens=CONTEXT)
+
+    def told(**changes: int) -> tuple[dict[str, object], str]:
+        changed = replace(plan, memory=replace(plan.memory, **changes))
+        console = Console(file=StringIO(), width=200)
+        console.print(render_plan(changed))
+        return plan_as_json(changed)["memory"]["device"], console.file.getvalue()
+
+    written, shown = told(loading_bytes=123 << 20, available_process_bytes=130 << 20)
+    assert (written["loading_bytes"], written["available_process_bytes"]) == (123 << 20, 130 << 20)
+    assert re.search(r"loading, at its most\s+│\s+123.00 MiB", shown)
+    assert re.search(r"available for that and the reader\s+│\s+130.00 MiB", shown)
+    assert "available for that" not in told(available_process_bytes=plan.memory.available_device_bytes)[1]
+    beside = plan_as_json(planned(tiny("llama"), {"uva": {"cpu_offload_gb": 3e-5}}))["memory"]["device"]
+    assert (beside["loading_bytes"], beside["available_process_bytes"]) == (None, None)

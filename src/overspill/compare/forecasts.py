@@ -8,10 +8,15 @@ from overspill.compare.kernels import other_kernels
 from overspill.compare.results import Forecast, Pass, PlacedWeight
 from overspill.engine import Step
 from overspill.machine.device import Device
+from overspill.machine.read_requests import most_bytes
 from overspill.model.experts import ExpertBlock
 from overspill.model.weights import Weight
+from overspill.offload.expert_runs import ExpertRuns
+from overspill.offload.expert_sources import DiskSource
 from overspill.offload.ledger import Ledger
-from overspill.plan import Access, Plan
+from overspill.offload.placed import PlacedModel
+from overspill.offload.prefetch import layer_runs
+from overspill.plan import Access, Plan, Tier
 
 
 def pass_of(step: Step, plan: Plan, device: Device, *, computed: bool) -> Pass:
@@ -43,7 +48,8 @@ def _zero_copy_weights(plan: Plan) -> list[Weight]:
     return [p.weight for p in plan.placements if p.access is Access.ZERO_COPY]
 
 
-def forecast_of(plan: Plan) -> Forecast:
+def forecast_of(placed: PlacedModel) -> Forecast:
+    plan = placed.plan
     link, memory, ring = plan.step.link, plan.memory, plan.ring
     zero_copy = _zero_copy_weights(plan)
     zero_copy_bytes = sum(weight.step_bytes(1) for weight in zero_copy)
@@ -56,6 +62,7 @@ def forecast_of(plan: Plan) -> Forecast:
         offloaded_bytes=plan.offloaded_bytes,
         saved_bytes=plan.saved_bytes,
         weights_bytes=memory.weights_bytes,
+        mapped_bytes=sum(weight.nbytes for weight in plan.mapped),
         buffer_pool_bytes=memory.buffer_pool_bytes,
         expert_slots_bytes=memory.expert_slots_bytes,
         kv_cache_bytes=memory.kv_cache_bytes,
@@ -68,6 +75,9 @@ def forecast_of(plan: Plan) -> Forecast:
         prefetch_bytes=plan.step.prefetch_bytes,
         in_place_bytes=in_place_bytes,
         stream_bytes=slots.expected_bytes(1) if slots is not None else 0.0,
+        disk_bytes=plan.step.disk_bytes,
+        disk_most_bytes=_most_of_layers(placed),
+        expert_edges_bytes=_expert_edges(placed.experts),
         zero_copy_floor_s=link.seconds(int(zero_copy_bytes), len(zero_copy)) if link else None,
         prefetch_floor_s=link.seconds(plan.step.prefetch_bytes, transfers) if link else None,
         in_place_floor_s=link.seconds(in_place_bytes, len(plan.placed)) if link else None,
@@ -77,6 +87,26 @@ def forecast_of(plan: Plan) -> Forecast:
         policy=slots.policy if slots is not None else None,
         other_kernels=other_kernels(plan),
     )
+
+
+def _most_of_layers(placed: PlacedModel) -> int:
+    """The most bytes that a pass reads of layers on disk, each in a read of its own."""
+    ring = placed.plan.ring
+    layers = [layer for layer in ring.copied if layer.tier is Tier.DISK] if ring is not None else []
+    return sum(most_bytes(layer_runs(layer, placed.converted.sources)) for layer in layers)
+
+
+def _expert_edges(experts: ExpertRuns) -> int:
+    """The most bytes that reading one streamed expert brings beyond its own."""
+    stream = experts.stream
+    if stream is None or not isinstance(stream.source, DiskSource):
+        return 0
+    edges = 0
+    for block in stream.slots.blocks:
+        for expert in range(block.experts):
+            runs = [run for found in stream.source.runs(block, expert).values() for run in found]
+            edges = max(edges, most_bytes(runs) - block.expert_bytes)
+    return edges
 
 
 def weights_of(plan: Plan, ledger: Ledger) -> tuple[PlacedWeight, ...]:

@@ -15,7 +15,7 @@ from overspill.compare.answers import AnswerDifference, format_logit
 from overspill.compare.drawing import layer_rows, step_chart
 from overspill.compare.report import Report, SideReport
 from overspill.compare.results import Generation, spread
-from overspill.compare.tables import MemoryRow, expert_rows, ledger_rows, memory_rows, side_words
+from overspill.compare.tables import MemoryRow, disk_rows, expert_rows, ledger_rows, memory_rows, side_words
 from overspill.config import format_bytes
 
 
@@ -40,6 +40,7 @@ def render_page(report: Report) -> str:
         chart=step_chart(report),
         experts=expert_rows(report),
         runs=_run_rows(report),
+        disk=bool(disk_rows(report)),
         answers=_answers(report),
         documents={side.name: _document(side) for side in report.sides},
         notes=(*report.notes, *dict.fromkeys(note for side in report.sides for note in side.runs[0].notes)),
@@ -55,7 +56,7 @@ def _memory(report: Report) -> dict[str, tuple[MemoryRow | None, MemoryRow | Non
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run's times."""
+    """One run's times, and what a step of it read from disk."""
 
     side: str
     number: int
@@ -63,6 +64,7 @@ class RunRow:
     prompt_s: float
     decode_s: tuple[float, float, float] | None
     stall_s: float
+    read_bytes: float
 
 
 def _run_rows(report: Report) -> list[RunRow]:
@@ -75,6 +77,7 @@ def _run_rows(report: Report) -> list[RunRow]:
             spread(run.decode_seconds) if run.decode_seconds else None,
             sum(p.stall_s for generation in run.generations for p in generation.decode)
             / max(1, len(run.decode_seconds)),
+            run.step_read_bytes,
         )
         for side in report.sides
         for number, run in enumerate(side.runs, 1)

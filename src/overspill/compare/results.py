@@ -67,7 +67,8 @@ class Generation:
     """One prompt's answer. `link_bytes` is the whole of it, from an idle link to an idle link.
 
     The first pass is over the prompt; each of the others decodes one token. `slots` is what happened to expert slots
-    meanwhile, None where there are none; `read_bytes` came from files for them.
+    meanwhile, None where there are none. What came from files meanwhile, alignment included: `experts_read_bytes` for
+    them, `layers_read_bytes` for layers on disk.
     """
 
     prompt_ids: tuple[int, ...]
@@ -77,7 +78,12 @@ class Generation:
     passes: tuple[Pass, ...]
     link_bytes: int
     slots: SlotCounts | None = None
-    read_bytes: int = 0
+    experts_read_bytes: int = 0
+    layers_read_bytes: int = 0
+
+    @property
+    def read_bytes(self) -> int:
+        return self.experts_read_bytes + self.layers_read_bytes
 
     @property
     def decode(self) -> tuple[Pass, ...]:
@@ -141,7 +147,9 @@ class Forecast:
     The step's figures are for one token, which is what a decode step of a comparison computes. None: not known.
     `ways` says how weights off the device are used; none where none is. `placed` and `streamed` are the experts modules
     that the CPU computes and that go through slots; `stream_bytes` is what the slots would bring if all experts were
-    alike, no part of `link_bytes`. `other_kernels` says where kernels compute that do not compute a resident model.
+    alike, no part of `link_bytes`. A step reads `disk_bytes` of layers, at most `disk_most_bytes` with what lies beside
+    them in the disk's blocks; an expert brings `expert_edges_bytes` besides at most. `other_kernels` says where kernels
+    compute that do not compute a resident model.
     """
 
     backend: str | None
@@ -149,6 +157,7 @@ class Forecast:
     offloaded_bytes: int
     saved_bytes: int
     weights_bytes: int
+    mapped_bytes: int
     buffer_pool_bytes: int
     expert_slots_bytes: int
     kv_cache_bytes: int | None
@@ -161,6 +170,9 @@ class Forecast:
     prefetch_bytes: int
     in_place_bytes: int
     stream_bytes: float
+    disk_bytes: int
+    disk_most_bytes: int
+    expert_edges_bytes: int
     zero_copy_floor_s: float | None
     prefetch_floor_s: float | None
     in_place_floor_s: float | None
@@ -224,6 +236,11 @@ class RunResult:
         return sum(weight.bytes for weight in self.weights if weight.tier != "device")
 
     @property
+    def mapped_ledger_bytes(self) -> int:
+        """Weights that are used where they lie in mapped files."""
+        return sum(weight.bytes for weight in self.weights if weight.tier == "disk" and weight.access == "in_place")
+
+    @property
     def weights_and_pool_bytes(self) -> int:
         """Device bytes held after loading for weights, the prefetch ring and expert slots."""
         return sum(self.memory.held_bytes[purpose] for purpose in ("weights", "buffer_pool", "expert_slots"))
@@ -237,6 +254,12 @@ class RunResult:
     def longest_tokens(self) -> int:
         """The most tokens that a cache held: the last token of an answer is never fed back."""
         return max(len(g.prompt_ids) + len(g.token_ids) - 1 for g in self.generations)
+
+    @property
+    def step_read_bytes(self) -> float:
+        """Read from disk for a pass, alignment included: the average of all, since reads run ahead of their pass."""
+        read_bytes = sum(generation.read_bytes for generation in self.generations)
+        return read_bytes / sum(len(generation.passes) for generation in self.generations)
 
     @property
     def token_ids(self) -> tuple[tuple[int, ...], ...]:

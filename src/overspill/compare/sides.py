@@ -10,6 +10,7 @@ from typing import Any
 from overspill.api import OffloadDocument, prepare, settings_of
 from overspill.checkpoint import open_checkpoint
 from overspill.compare.kernels import first_with_other_kernels
+from overspill.compare.limited import refuse_idle_limit
 from overspill.compare.results import Job
 from overspill.config import FLAGS, Settings, format_bytes
 from overspill.engine.tokens import encode, tokenizer_of
@@ -21,6 +22,7 @@ from overspill.plan import Plan, refuse_device
 
 Prompt = str | Sequence[int]
 
+_CANDIDATES = {*FLAGS, "memory_limit_bytes"}
 _ROOMY_BYTES = 1 << 60
 _SLACK_BYTES = 16 << 20
 _MIB = 1 << 20
@@ -58,19 +60,22 @@ def make_contest(
     max_tokens: int,
     options: Mapping[str, Any],
 ) -> Contest:
-    """Plan both sides. `options` are engine settings for both, and the flat offload flags for the candidate.
+    """Plan both sides. `options` are engine settings for both; the memory limit and offload flags are the candidate's.
 
     Raises ConfigError before any file is opened; then what `overspill.plan` raises, and ConfigError where what was
     asked turns out to move nothing on this device.
     """
     wanted = settings_of(candidate, options)
-    resident = settings_of(baseline, {name: value for name, value in options.items() if name not in FLAGS})
-    if not wanted.offload.offloads:
+    resident = settings_of(baseline, {name: value for name, value in options.items() if name not in _CANDIDATES})
+    limited = wanted.engine.memory_limit_bytes is not None
+    if not wanted.offload.offloads and not limited:
         raise ConfigError(
             "the candidate offloads nothing, so there is nothing to compare",
-            hint="say what to offload, for example --cpu-offload-gb 4, --offload-group-size 4 or --cpu-moe",
+            hint="say what to offload, for example --cpu-offload-gb 4, --offload-group-size 4 or --cpu-moe; or on the "
+            "CPU --memory-limit, less than the model takes",
         )
-    if wanted.offload == resident.offload:
+    only_limited = limited and wanted.offload == resident.offload
+    if wanted.offload == resident.offload and not limited:
         raise ConfigError(
             "baseline and candidate are the same document, so there is nothing to compare",
             hint="another --baseline, or none: then nothing is offloaded on that side",
@@ -104,14 +109,18 @@ def make_contest(
 
     shown = tuple(p if isinstance(p, str) else f"token ids {' '.join(map(str, p))}" for p in prompts)
     moving = prepare(model, wanted, device).plan
-    _refuse_moving_nothing(moving)
+    if not only_limited:
+        _refuse_moving_nothing(moving)
     try:
-        fitted, plan, note = _fitted(model, resident, device)
+        # The CPU as a device knows the limit, which is not the baseline's.
+        fitted, plan, note = _fitted(model, resident, select_device(resident.engine) if device.unified else device)
     except CapacityError as error:
         if resident.offload.offloads:
             raise
         alone = side("candidate", wanted, moving, None)
         return Contest(None, alone, f"the baseline does not fit: {error.message}", shown, wanted.notes)
+    if only_limited:
+        refuse_idle_limit(model, wanted, moving, plan)
     notes = (*dict.fromkeys((*wanted.notes, *resident.notes)), *((note,) if note else ()))
     observe = first_with_other_kernels(plan, moving)
     sides = side("baseline", fitted, plan, observe), side("candidate", wanted, moving, observe)

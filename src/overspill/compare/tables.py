@@ -35,6 +35,7 @@ def memory_rows(runs: Sequence[RunResult]) -> list[MemoryRow]:
     in_all = plan.weights_bytes + plan.pools_bytes + (plan.kv_cache_bytes or 0) + (plan.working_bytes or 0)
     figures: list[tuple[str, str, int | None, int | None]] = [
         ("weights", "weights", plan.weights_bytes, memory.held_bytes["weights"]),
+        ("mapped files", "", plan.mapped_bytes, run.mapped_ledger_bytes),
         ("buffer pool", "buffer_pool", plan.buffer_pool_bytes, memory.held_bytes["buffer_pool"]),
         ("expert slots", "expert_slots", plan.expert_slots_bytes, memory.held_bytes["expert_slots"]),
         ("KV cache", "kv_cache", plan.kv_cache_bytes, memory.kv_cache_peak_bytes),
@@ -99,12 +100,22 @@ def measured_rows(report: Report) -> list[MeasuredRow]:
         row("device memory, peak", lambda runs: format_bytes(max(r.memory.peak_bytes for r in runs))),
         row("host memory, allocated", lambda runs: format_bytes(_host_bytes(runs[0]))),
         row("read from files", lambda runs: format_bytes(runs[0].read_bytes)),
+        *disk_rows(report),
         row("load", lambda runs: f"{median(r.load_seconds for r in runs):.2f} s"),
         row("prompt pass", lambda runs: _ms(median(r.prompt_median_s for r in runs))),
         row("decode step", lambda runs: _ms(_median([r.decode_median_s for r in runs]))),
         row("link floor of a decode step", lambda runs: _ms(runs[0].plan.link_floor_s or None)),
         *expert_rows(report),
     ]
+
+
+def disk_rows(report: Report) -> list[MeasuredRow]:
+    """What each pass read from disk, for layers and for experts together; none where neither side did."""
+    told = {side.name: median(run.step_read_bytes for run in side.runs) for side in report.sides}
+    if not any(told.values()):
+        return []
+    figures = [format_bytes(round(told[name])) if name in told else "–" for name in ("baseline", "candidate")]
+    return [MeasuredRow("read from disk a step", *figures)]
 
 
 def expert_rows(report: Report) -> list[MeasuredRow]:

@@ -89,7 +89,8 @@ def measure(job: Job) -> tuple[RunResult, dict[str, torch.Tensor]]:
     used = _expert_uses(experts)
     generations: list[Generation] = []
     for number, prompt in enumerate(job.prompts):
-        traffic, slots, read_bytes = device.traffic.copy(), _counts(experts), _read_bytes(experts)
+        traffic, slots = device.traffic.copy(), _counts(experts)
+        experts_read_bytes, layers_read_bytes = _experts_read_bytes(experts), _layers_read_bytes(engine)
         completion = engine.generate(prompt, SamplingParams(max_tokens=job.max_tokens))
         happened = _counts(experts) - slots
         _settle(engine)
@@ -102,7 +103,8 @@ def measure(job: Job) -> tuple[RunResult, dict[str, torch.Tensor]]:
                 passes=tuple(pass_of(step, plan, device, computed=happened.computed > 0) for step in completion.steps),
                 link_bytes=(device.traffic - traffic).bytes,
                 slots=happened if experts.stream is not None else None,
-                read_bytes=_read_bytes(experts) - read_bytes,
+                experts_read_bytes=_experts_read_bytes(experts) - experts_read_bytes,
+                layers_read_bytes=_layers_read_bytes(engine) - layers_read_bytes,
             )
         )
         logits[str(number)] = seen.take_logits()
@@ -118,7 +120,7 @@ def measure(job: Job) -> tuple[RunResult, dict[str, torch.Tensor]]:
         device_kind=device.kind,
         device_name=device.name,
         zero_copy_counted=device.sees_the_link,
-        plan=forecast_of(plan),
+        plan=forecast_of(engine.placed),
         weights=weights_of(plan, engine.ledger),
         blocks=tuple(
             Allocation(b.purpose, b.tier, b.requested_bytes, b.allocated_bytes, b.pinned) for b in engine.ledger.blocks
@@ -181,7 +183,9 @@ def _observe(module: torch.nn.Module, device: Device, found: dict[str, torch.Ten
 
 
 def _settle(engine: Engine) -> None:
-    """Wait for experts that were fetched ahead and that no pass asked for, so that the link is idle."""
+    """Wait for what was fetched ahead of passes that do not come, so that the link and the disk are idle."""
+    if engine.placed.prefetcher is not None:
+        engine.placed.prefetcher.settle()
     stream = engine.placed.experts.stream
     if stream is not None:
         with engine.placed.running():
@@ -202,7 +206,14 @@ def _slot_state(experts: ExpertRuns) -> SlotState | None:
     return SlotState(cache.count, cache.count - cache.free, cache.counts.copy())
 
 
-def _read_bytes(experts: ExpertRuns) -> int:
+def _layers_read_bytes(engine: Engine) -> int:
+    """From files, for layers on disk, since loading began to read ahead."""
+    prefetcher = engine.placed.prefetcher
+    reads = prefetcher.source.reads if prefetcher is not None else None
+    return reads.bytes_read if reads is not None else 0
+
+
+def _experts_read_bytes(experts: ExpertRuns) -> int:
     """From files, for streamed experts."""
     source = experts.stream.source if experts.stream is not None else None
     return source.reads.bytes_read if isinstance(source, DiskSource) else 0

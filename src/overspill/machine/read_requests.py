@@ -6,7 +6,7 @@ Sizes and offsets are bytes. Everything a disk is asked for lies on a grid of AL
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -83,6 +83,20 @@ def plan_requests(path: Path, pieces: Sequence[tuple[Extent, memoryview]], size:
                 begin = stop
     if gathered.parts:
         yield gathered
+
+
+def most_bytes(extents: Iterable[Extent]) -> int:
+    """The most that the requests of one read of `extents`, of which no two overlap, bring: edges and gaps included."""
+    total = 0
+    before: Extent | None = None
+    for extent in sorted(extents, key=lambda e: (e.file, e.offset)):
+        start = round_down(extent.offset)
+        if before is not None and before.file == extent.file:
+            before_end = before.offset + before.length
+            start = round_up(before_end) if extent.offset - before_end < GAP_BYTES else start
+        total += max(0, round_up(extent.offset + extent.length) - start)
+        before = extent
+    return total
 
 
 def address_of(view: memoryview) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from overspill.checkpoint import Extent
 from overspill.machine.device import Device
 from overspill.model.experts import ExpertBlock
 from overspill.model.sources import Extents, runs_of
@@ -54,9 +55,17 @@ class DiskSource(ExpertSource):
 
     def start(self, block: ExpertBlock, expert: int, slot: torch.Tensor) -> Fetch:
         regions = []
-        for weight in block.weights.values():
-            nbytes = weight.nbytes // block.experts
-            runs = runs_of(extents_of(weight, self._converted), expert * nbytes, (expert + 1) * nbytes)
+        for attribute, runs in self.runs(block, expert).items():
+            weight = block.weights[attribute]
             with torch._C._DisableTorchDispatch():
                 regions.append(Region(runs, slot[self._slots.span(weight, expert)], [f"{weight.full}[{expert}]"]))
         return self.reads.start(regions)
+
+    def runs(self, block: ExpertBlock, expert: int) -> dict[str, list[Extent]]:
+        """Where the weights of `expert` are read, by attribute."""
+        found = {}
+        for attribute, weight in block.weights.items():
+            nbytes = weight.nbytes // block.experts
+            source = extents_of(weight, self._converted)
+            found[attribute] = runs_of(source, expert * nbytes, (expert + 1) * nbytes)
+        return found

@@ -56,7 +56,7 @@ class LayerSource:
         self._device = device
         self._layer_host = layer_host
         self._runs = {
-            index: _layer_runs(layer, converted) for index, layer in enumerate(layers) if index not in layer_host
+            index: layer_runs(layer, converted) for index, layer in enumerate(layers) if index not in layer_host
         }
         self._names = [[weight.full for weight in layer.weights] for layer in layers]
 
@@ -68,7 +68,7 @@ class LayerSource:
         return self.reads.start([Region(self._runs[index], buffer, self._names[index])])
 
 
-def _layer_runs(layer: RingLayer, converted: Mapping[str, Extents]) -> list[Extent]:
+def layer_runs(layer: RingLayer, converted: Mapping[str, Extents]) -> list[Extent]:
     """The runs that fill the layer; weights that follow each other in the file and in memory are one."""
     runs: list[Extent] = []
     for weight, offset in zip(layer.weights, layer.offsets, strict=True):
@@ -116,6 +116,12 @@ class Prefetcher:
         if self.ring.look_ahead:
             for index in range(min(self.ring.step, len(self.ring.layers))):
                 self._start(index)
+
+    def settle(self) -> None:
+        """Wait for what is on its way; it stays where it came."""
+        for buffer in self.buffers:
+            if buffer.fetch is not None:
+                buffer.fetch.settle()
 
     def remove(self) -> None:
         """Unhook the layers; what is on its way is waited for."""

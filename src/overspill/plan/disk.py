@@ -83,13 +83,24 @@ def within_memory(
 def _excess(layout: Layout) -> int:
     """Bytes that `layout` takes beyond what there is, where device and host are one memory."""
     memory = layout.memory
-    asked = memory.device_bytes + memory.staging_bytes + READER_BYTES - memory.available_device_bytes
+    asked = asked_bytes(memory) - memory.available_device_bytes
     return max(asked, process_bytes(memory) - memory.available_process_bytes)
+
+
+def asked_bytes(memory: MemoryForecast) -> int:
+    """What a memory limit must allow, where device and host are one memory, for nothing more to stay on disk."""
+    return memory.device_bytes + memory.staging_bytes + READER_BYTES
 
 
 def process_bytes(memory: MemoryForecast) -> int:
     """What loading and running take at the most of the one memory that device and host are."""
     return max(memory.device_bytes + memory.staging_bytes, memory.loading_bytes) + READER_BYTES
+
+
+def process_binds(memory: MemoryForecast) -> bool:
+    """Whether what machine and control group leave the process is scarcer than what weights and cache may take."""
+    left = memory.available_process_bytes - process_bytes(memory)
+    return memory.unified and left < memory.available_device_bytes - asked_bytes(memory)
 
 
 def _experts_on_disk(

@@ -25,5 +25,11 @@ def written(nbytes: int) -> str:
     return f"{-(-nbytes // unit)}{name}"
 
 
+def next_less(nbytes: int) -> int:
+    """The most that is less than `nbytes`, in whole MiB (KiB or bytes where there are few)."""
+    unit, _ = _unit_of(nbytes)
+    return (nbytes - 1) // unit * unit
+
+
 def _unit_of(nbytes: int) -> tuple[int, str]:
     return next((unit, name) for unit, name in _UNITS if nbytes >= 100 * unit or unit == 1)

@@ -54,6 +54,11 @@ class MemoryForecast:
     available_process_bytes: int = sys.maxsize
 
     @property
+    def unified(self) -> bool:
+        """Whether device and host are one memory."""
+        return self.available_process_bytes < sys.maxsize
+
+    @property
     def pools_bytes(self) -> int:
         """Device memory that offload takes for itself."""
         return self.buffer_pool_bytes + self.expert_slots_bytes

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from overspill.config import format_bytes
+from overspill.plan.disk import process_binds
 from overspill.plan.placement import Placement, Plan
 from overspill.plan.tiers import Access, Tier
 
@@ -57,6 +58,8 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
                 "working_bytes": memory.working_bytes,
                 "total_bytes": memory.device_bytes,
                 "available_bytes": memory.available_device_bytes,
+                "loading_bytes": memory.loading_bytes if memory.unified else None,
+                "available_process_bytes": memory.available_process_bytes if memory.unified else None,
             },
             "host": {
                 "weights_bytes": memory.host_bytes,
@@ -203,6 +206,10 @@ def _memory_table(plan: Plan) -> Table:
         ("together", memory.device_bytes),
         ("available", memory.available_device_bytes),
     ]
+    if memory.loading_bytes:
+        rows.append(("loading, at its most", memory.loading_bytes))
+    if process_binds(memory):
+        rows.append(("available for that and the reader", memory.available_process_bytes))
     for what, nbytes in rows:
         table.add_row("device", what, "not known" if nbytes is None else format_bytes(nbytes))
     if plan.offloads:

@@ -12,6 +12,7 @@ from overspill.compare.verdicts.records import Check, Figure, Outcome, Verdict
 from overspill.config import format_bytes
 
 _AHEAD = "counted over whole answers, since copies run ahead of the step that needs them"
+_READ_AHEAD = "counted over whole answers, since reads run ahead of the step that needs them"
 _WHERE = {"host": "in host memory", "disk": "on disk"}
 
 
@@ -20,7 +21,8 @@ def bytes_moved(candidate: Sequence[RunResult]) -> Verdict:
 
     Each pass, or each answer where copies run ahead, is held against the least and the most that the plan allows.
     They are one number but for routed experts in a pass over several tokens, which may share their experts or not.
-    What came into expert slots depends on what they held, so it is held against the slots' own account.
+    What came into expert slots depends on what they held, so it is held against the slots' own account. What layers on
+    disk took is held against what their reader counted.
     """
     run = candidate[0]
     ledger, planned = run.offloaded_ledger_bytes, run.plan.offloaded_bytes
@@ -37,6 +39,7 @@ def bytes_moved(candidate: Sequence[RunResult]) -> Verdict:
         checks += _ahead(run, generations)
     elif run.plan.in_place_bytes or (run.plan.zero_copy_bytes and run.zero_copy_counted):
         checks += _step_by_step(generations)
+    checks += _read(candidate)
     if run.plan.zero_copy_bytes and not run.zero_copy_counted:
         checks.append(
             Check(
@@ -50,6 +53,8 @@ def bytes_moved(candidate: Sequence[RunResult]) -> Verdict:
         Figure("offloaded, in the ledger", ledger, "bytes"),
         Figure("over the link per token, planned", run.plan.link_bytes, "bytes"),
         Figure("over the link per token, counted", _counted_per_token(run, generations), "bytes"),
+        Figure("read from disk a step for layers, planned", run.plan.disk_bytes, "bytes"),
+        Figure("read from disk a step, counted", median(r.step_read_bytes for r in candidate), "bytes"),
         *expert_figures(candidate),
     )
     return Verdict("bytes moved", format_bytes(ledger), tuple(checks), figures)
@@ -97,6 +102,30 @@ def _ahead(run: RunResult, generations: Sequence[Generation]) -> list[Check]:
     average = format_bytes(round(sum(g.link_bytes for g in generations) / len(passes)))
     as_planned = "as planned and as the expert slots counted" if run.plan.streamed else "as planned"
     return [Check(Outcome.PASS, f"{len(passes)} passes carried {average} each over the link, {as_planned} ({_AHEAD})")]
+
+
+def _read(candidate: Sequence[RunResult]) -> list[Check]:
+    """What the reader of layers on disk counted, against what the plan reads and the blocks of the disk round up."""
+    plan = candidate[0].plan
+    generations = [generation for run in candidate for generation in run.generations]
+    for generation in generations:
+        passes, read_bytes = len(generation.passes), generation.layers_read_bytes
+        if not passes * plan.disk_bytes <= read_bytes <= passes * plan.disk_most_bytes:
+            text = (
+                f"{read_bytes} bytes were read from disk for layers in {passes} passes, the plan says "
+                f"{passes * plan.disk_bytes}, and {passes * plan.disk_most_bytes} at the most with what lies beside "
+                f"them in the disk's blocks ({_READ_AHEAD})"
+            )
+            return [Check(Outcome.FAIL, text)]
+    if not plan.disk_bytes:
+        return []
+    passes = sum(len(generation.passes) for generation in generations)
+    average = sum(generation.layers_read_bytes for generation in generations) / passes
+    text = (
+        f"{passes} passes read {format_bytes(round(average))} of layers each from disk, as planned: "
+        f"{plan.disk_bytes} bytes and {average / plan.disk_bytes - 1:.2%} of alignment ({_READ_AHEAD})"
+    )
+    return [Check(Outcome.PASS, text)]
 
 
 def _step_by_step(generations: Sequence[Generation]) -> list[Check]:

@@ -76,6 +76,9 @@ def _forecast_error(run: RunResult) -> tuple[float, str]:
     forecast = run.plan.weights_bytes + run.plan.pools_bytes
     held = "weights, expert slots" if run.plan.expert_slots_bytes else "weights"
     measured = run.weights_and_pool_bytes
+    if run.device_kind == "cpu" and run.plan.mapped_bytes:  # the page cache is the same memory
+        forecast, measured = forecast + run.plan.mapped_bytes, measured + run.mapped_ledger_bytes
+        held = f"{held}, mapped files"
     cache, cache_forecast = run.memory.kv_cache_peak_bytes, run.plan.kv_cache_bytes
     if cache_forecast is None:
         return forecast / measured - 1, f"{held} and buffer pool (the KV cache is not forecast)"

@@ -115,6 +115,7 @@ def _faults(run: RunResult) -> Iterator[str]:
     if run.plan.policy == "cpu" and counts.fetched + counts.streamed:
         yield f"{counts.fetched + counts.streamed} missing experts were fetched under the policy cpu"
     on_disk = any(weight.tier == "disk" and weight.access == "stream" for weight in run.weights)
-    read_bytes = sum(generation.read_bytes for generation in run.generations)
-    if on_disk and read_bytes < counts.bytes:
-        yield f"{counts.bytes} bytes came into slots, {read_bytes} were read from files"
+    read_bytes = sum(generation.experts_read_bytes for generation in run.generations)
+    most = counts.bytes + came * run.plan.expert_edges_bytes
+    if on_disk and not counts.bytes <= read_bytes <= most:
+        yield f"{counts.bytes} bytes came into slots, {read_bytes} were read from files, at most {most} are explained"
