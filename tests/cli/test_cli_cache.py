@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -26,7 +27,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConvertedFolder:
 def add(folder: ConvertedFolder, name: str, used_at: int) -> str:
     """An entry of one weight, and its key."""
     key = entry_key([name])
-    layout = lay_out([("w", "float32", (256,))], entry_metadata({"w": name}, [Path("/models") / f"{name}.gguf"]))
+    sha256 = hashlib.sha256(bytes(1024)).hexdigest()
+    metadata = entry_metadata({"w": name}, {"w": sha256}, [Path("/models") / f"{name}.gguf"])
+    layout = lay_out([("w", "float32", (256,))], metadata)
     with making(folder, key), new_entry(folder, key, layout.nbytes) as path, path.open("r+b") as file:
         file.write(layout.head)
     os.utime(folder.path / key / USED_NAME, (used_at, used_at))
@@ -101,6 +104,47 @@ def test_what_a_process_uses_is_refused_by_name_and_nothing_is_removed(
         user.communicate("\n")
     assert cli("cache", "rm", *keys).code == 0
     assert folder.entries() == []
+
+
+def test_what_is_no_entry_is_listed_and_removed_by_name(cli: Cli, folder: ConvertedFolder, tmp_path: Path) -> None:
+    kept = add(folder, "first", 1_000_000)
+    nbytes = folder.entries()[0].nbytes
+    blob, link, other = (folder.path / (digit * 64) for digit in "abc")
+    blob.write_bytes(bytes(5000))
+    link.symlink_to(tmp_path)
+    other.mkdir()
+    (other / "notes").touch()
+    listed = cli("cache", "ls")
+    assert (listed.code, listed.out.count("foreign"), listed.out.count("damaged")) == (0, 2, 1)
+    total = format_bytes(nbytes + link.lstat().st_size)
+    assert f"{total} of at most" in listed.err, "what is foreign does not count"
+    found = {entry["key"]: entry for entry in json.loads(cli("cache", "ls", "--json").out)}
+    assert [found[path.name]["foreign"] for path in (blob, link, other)] == [True, False, True]
+    removed = cli("cache", "rm", blob.name, link.name, other.name)
+    assert (removed.code, folder.entry_keys()) == (0, [kept])
+    assert f"removed {'a' * 12} (4.88 KiB)" in removed.err
+    assert folder.path.exists(), "what the link names stays"
+
+
+def test_verify_reads_every_byte(cli: Cli, folder: ConvertedFolder) -> None:
+    assert cli("cache", "verify").err == f"the conversion cache is empty: {folder.path}\n"
+    keys = [add(folder, name, 1_000_000) for name in ("first", "second", "third")]
+    checked = cli("cache", "verify")
+    assert (checked.code, sorted(checked.out.splitlines())) == (0, sorted(f"{key[:12]} whole" for key in keys))
+    file = folder.path / keys[1] / "weights.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    (folder.path / keys[2] / "weights.safetensors").write_bytes(b"x")
+    assert cli("cache", "verify", keys[0]).code == 0
+    checked = cli("cache", "verify")
+    assert checked.code == 1
+    assert f"{keys[1][:12]} damaged: other bytes than were written in w\n" in checked.out
+    assert f"{keys[2][:12]} damaged: {folder.path}" in checked.out
+    assert f"{keys[0][:12]} whole\n" in checked.out
+    assert "2 of 3 entries of the conversion cache are damaged\nhint: `overspill cache rm " in checked.error
+    assert cli("cache", "verify", "zz").code == 2
+    assert all((folder.path / key / USED_NAME).stat().st_mtime == 1_000_000 for key in keys), "no use"
 
 
 def test_what_names_no_entry_is_refused(cli: Cli, folder: ConvertedFolder) -> None:

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -23,16 +25,17 @@ import overspill
 from emulated_runs import emulated, forward, mapped, passes, placed, planned, settings_for
 from gguf_files import save_gguf
 from overspill.checkpoint import Extent
-from overspill.checkpoint.converted import FILE_NAME, ConvertedFolder
+from overspill.checkpoint.converted import FILE_NAME, USED_NAME, ConvertedFolder
+from overspill.checkpoint.converted_making import making, new_entry
 from overspill.checkpoint.file_locks import lock_file
 from overspill.checkpoint.safetensors import read_shard
 from overspill.checkpoint.safetensors_layout import ALIGNMENT, PADDING, lay_out
 from overspill.engine import SamplingParams
-from overspill.errors import CapacityError, ConfigError
+from overspill.errors import CapacityError, CheckpointError, ConfigError
 from overspill.model.converted import needs_conversion
 from overspill.model.weights import ModelMap, Weight
 from overspill.offload import conversion_cache
-from overspill.offload.conversion_cache import Converted, convert
+from overspill.offload.conversion_cache import Converted, convert, verify
 from overspill.offload.loader import fill
 from overspill.offload.placed import place
 from overspill.plan import Plan, Tier, make_plan
@@ -55,10 +58,13 @@ def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> C
     monkeypatch.setattr(logging.getLogger("overspill"), "propagate", True)
     caplog.set_level(logging.INFO, "overspill")
 
+    taken = 0
+
     def take() -> str:
-        text = "\n".join(caplog.messages)
-        caplog.clear()
-        return text
+        nonlocal taken
+        messages = caplog.messages[taken:]  # never cleared: a thread may add one at any time
+        taken += len(messages)
+        return "\n".join(messages)
 
     return take
 
@@ -273,6 +279,182 @@ def test_a_damaged_entry_is_made_again(
     assert not folder.entries()[0].damaged
 
 
+def test_an_entry_that_lost_its_mark_of_use_is_used_and_can_go(
+    moe: Path, tmp_path: Path, folder: ConvertedFolder, monkeypatch: pytest.MonkeyPatch, told: Callable[[], str]
+) -> None:
+    expected = values(all_converted(moe))
+    (file,) = folder.path.glob(f"*/{FILE_NAME}")
+    (file.parent / USED_NAME).unlink()
+    assert (folder.entries()[0].damaged, folder.entries()[0].in_use) == (False, False)
+    told()
+    held = all_converted(moe)
+    assert CONVERTING not in told()
+    assert (values(held), folder.entries()[0].in_use) == (expected, True)
+    del held
+    (file.parent / USED_NAME).unlink()
+    monkeypatch.setenv("OVERSPILL_CACHE_LIMIT", str(folder.entries()[0].nbytes * 3 // 2))
+    all_converted(save_gguf(tmp_path / "other.gguf", "qwen3moe", seed=1))
+    assert "goes, to make room" in told()
+    assert not file.exists()
+
+
+def test_what_never_was_an_entry_is_left_alone_and_blocks_nothing(
+    moe: Path, folder: ConvertedFolder, monkeypatch: pytest.MonkeyPatch, told: Callable[[], str]
+) -> None:
+    folder.path.mkdir()
+    blob, other = folder.path / ("a" * 64), folder.path / ("b" * 64)
+    blob.write_bytes(bytes(100_000))
+    other.mkdir()
+    (other / "notes").write_text("mine")
+    (folder.path / "poetry.lock").write_text("mine")
+    (folder.path / "film.part").write_text("mine")
+    found = {entry.key[0]: entry for entry in folder.entries()}
+    assert all(entry.damaged and entry.foreign and not entry.in_use for entry in found.values())
+    assert [found[key].nbytes for key in "ab"] == [100_000, 4]
+    monkeypatch.setenv("OVERSPILL_CACHE_LIMIT", str(280 << 10))  # does not hold both the blob and what is converted
+    planned(moe, STREAM)
+    streamed = placed(moe, STREAM)
+    assert torch.equal(forward(streamed, IDS)[0], forward(placed(moe), IDS)[0])
+    said = told()
+    assert f"{'a' * 12} is no entry, and is left alone: {blob} is no folder but a file" in said
+    assert f"{'b' * 12} is no entry, and is left alone: " in said
+    assert (blob.stat().st_size, (other / "notes").read_text()) == (100_000, "mine")
+    assert not (other / USED_NAME).exists()
+    assert (folder.path / "poetry.lock").exists()
+    assert (folder.path / "film.part").exists()
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_an_entry_takes_its_place_from_what_is_foreign(as_folder: bool, moe: Path, folder: ConvertedFolder) -> None:
+    expected = values(all_converted(moe))
+    place = folder.path / folder.entry_keys()[0]
+    folder.remove([place.name])
+    if as_folder:
+        place.mkdir()
+    (place / "notes" if as_folder else place).touch()
+    assert folder.entries()[0].foreign
+    assert values(all_converted(moe)) == expected
+
+
+def test_an_entry_under_another_s_key_is_damaged(moe: Path, folder: ConvertedFolder, told: Callable[[], str]) -> None:
+    expected = values(all_converted(moe))
+    place = folder.path / folder.entry_keys()[0]
+    place.rename(place.with_name("0" * 64))
+    assert folder.entries()[0].damaged
+    assert values(all_converted(moe)) == expected
+    assert "holds other weights than its folder's name says" in told()
+    assert folder.entry_keys() == [place.name]
+
+
+def test_a_file_that_changes_while_it_is_converted_leaves_no_entry(moe: Path, folder: ConvertedFolder) -> None:
+    model = mapped(moe)
+    with pytest.raises(CheckpointError, match=r"m\.gguf"):
+        convert(to_convert(model), model, progress=lambda _: os.utime(moe, ns=(0, 0)))
+    assert (folder.entries(), parts(folder)) == ([], [])
+
+
+def test_a_file_that_changes_while_it_is_hashed_is_not_known(
+    moe: Path, folder: ConvertedFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, hashed = mapped(moe), conversion_cache._hashed
+
+    def changed(extents: Sequence[Extent]) -> dict[Extent, str]:
+        found = hashed(extents)
+        os.utime(moe, ns=(0, 0))
+        return found
+
+    monkeypatch.setattr(conversion_cache, "_hashed", changed)
+    with pytest.raises(CheckpointError, match=r"m\.gguf"):
+        convert(to_convert(model), model)
+    assert folder.index.known(moe, model.stamps[moe]) == {}
+
+
+def to_entry(place: Path, elsewhere: Path) -> None:
+    place.rename(elsewhere)
+    place.symlink_to(elsewhere)
+
+
+def to_nothing(place: Path, elsewhere: Path) -> None:
+    place.rename(elsewhere)
+    place.symlink_to(elsewhere / "gone")
+
+
+def to_file(place: Path, elsewhere: Path) -> None:
+    place.rename(elsewhere)
+    place.symlink_to(elsewhere / FILE_NAME)
+
+
+def weights_to_file(place: Path, elsewhere: Path) -> None:
+    elsewhere.mkdir()
+    (place / FILE_NAME).rename(elsewhere / FILE_NAME)
+    (place / FILE_NAME).symlink_to(elsewhere / FILE_NAME)
+
+
+def mark_to_file(place: Path, elsewhere: Path) -> None:
+    elsewhere.mkdir()
+    (elsewhere / FILE_NAME).touch()
+    (place / USED_NAME).unlink()
+    (place / USED_NAME).symlink_to(elsewhere / FILE_NAME)
+
+
+@pytest.mark.parametrize("linked", [to_entry, to_nothing, to_file, weights_to_file, mark_to_file])
+def test_a_link_in_an_entry_s_place_is_removed_and_not_followed(
+    linked: Callable[[Path, Path], None], moe: Path, tmp_path: Path, folder: ConvertedFolder, told: Callable[[], str]
+) -> None:
+    expected = values(all_converted(moe))
+    place, elsewhere = folder.path / folder.entry_keys()[0], tmp_path / "elsewhere"
+    linked(place, elsewhere)
+    before = {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in elsewhere.iterdir()}
+    (entry,) = folder.entries()
+    assert (entry.damaged, entry.foreign, entry.in_use) == (True, False, False)
+    told()
+    assert values(all_converted(moe)) == expected
+    assert "but a symbolic link" in told()
+    assert not place.is_symlink()
+    assert {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in elsewhere.iterdir()} == before
+
+
+def test_a_link_is_removed_on_request_or_to_make_room(moe: Path, tmp_path: Path, folder: ConvertedFolder) -> None:
+    all_converted(moe)
+    place, elsewhere = folder.path / folder.entry_keys()[0], tmp_path / "elsewhere"
+    to_entry(place, elsewhere)
+    folder.remove([place.name])
+    assert (folder.entry_keys(), len(list(elsewhere.iterdir()))) == ([], 2)
+    place.symlink_to(elsewhere)
+    folder.limit_bytes = place.lstat().st_size
+    with new_entry(folder, "c" * 64, folder.limit_bytes):
+        assert not place.is_symlink()
+    assert len(list(elsewhere.iterdir())) == 2
+
+
+def test_a_byte_that_changed_is_found_by_who_looks(moe: Path, folder: ConvertedFolder) -> None:
+    converted = all_converted(moe)
+    (key,) = folder.entry_keys()
+    assert verify(folder, key) == []
+    name, extent = [(name, source.extents[0]) for name, source in converted.sources.items()][1]
+    with extent.file.open("r+b") as file:
+        file.seek(extent.offset + extent.length - 1)
+        (last,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([last ^ 1]))
+    assert not folder.entries()[0].damaged
+    assert verify(folder, key) == [name]
+    cut(extent.file)
+    with pytest.raises(CheckpointError, match="file at"):
+        verify(folder, key)
+
+
+def test_the_hashes_of_what_is_cast_in_parts_are_the_whole_s(
+    tiny: MakeTiny, folder: ConvertedFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion_cache, "_CHUNK_BYTES", 4096)
+    expected = {hashlib.sha256(data).hexdigest() for data in values(all_converted(tiny("llama"), "bfloat16")).values()}
+    (key,) = folder.entry_keys()
+    with folder.reading(key) as contents:
+        assert set(contents.sha256.values()) == expected
+    assert verify(folder, key) == []
+
+
 @settings(max_examples=25)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=6, unique=True),
@@ -352,6 +534,23 @@ def test_what_cannot_fit_is_refused_by_the_plan(
     with pytest.raises(ConfigError, match='"OVERSPILL_CACHE_LIMIT" is "much"'):
         planned(moe, STREAM)
     assert placed(moe).plan.converted == (), "who converts nothing is not asked"
+
+
+def test_a_limit_of_zero_allows_no_conversion_but_what_is_there(
+    moe: Path, folder: ConvertedFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OVERSPILL_CACHE_LIMIT", "0")
+    told = r"192\.00 KiB of weights must be converted .*OVERSPILL_CACHE_LIMIT=0 allows no conversion"
+    with pytest.raises(CapacityError, match=told) as refused:
+        planned(moe, STREAM)
+    assert "more memory" in (refused.value.hint or "")
+    with pytest.raises(CapacityError, match="OVERSPILL_CACHE_LIMIT=0 allows no conversion"):
+        all_converted(moe)
+    assert placed(moe).plan.converted == ()
+    monkeypatch.delenv("OVERSPILL_CACHE_LIMIT")
+    all_converted(moe)
+    monkeypatch.setenv("OVERSPILL_CACHE_LIMIT", "0")
+    assert len(placed(moe, STREAM).plan.converted) == 4
 
 
 def test_a_folder_that_cannot_be_is_refused_by_name(moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,6 +667,62 @@ def test_a_process_that_is_killed_leaves_nothing_that_is_used_or_stays(
     assert parts(folder) == [], "another conversion clears it away"
     assert values(all_converted(moe)) == resident(moe)
     assert len(folder.entries()) == 2
+
+
+def test_what_a_killed_process_left_goes_without_its_lock_file_too(
+    moe: Path, tmp_path: Path, folder: ConvertedFolder
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    for part in (elsewhere, folder.path / f"{'c' * 64}.part", folder.path / f"{'d' * 64}.part"):
+        part.mkdir(parents=True)
+        (part / FILE_NAME).touch()
+    (folder.path / f"{'c' * 64}.part" / USED_NAME).touch()
+    (folder.path / f"{'e' * 64}.part").symlink_to(elsewhere)
+    all_converted(moe)
+    assert parts(folder) == []
+    assert (elsewhere / FILE_NAME).exists()
+
+
+def test_a_process_whose_lock_file_was_removed_is_neither_disturbed_nor_doubled(
+    moe: Path, tmp_path: Path, folder: ConvertedFolder, told: Callable[[], str]
+) -> None:
+    model, writing, go_on = mapped(moe), threading.Event(), threading.Event()
+
+    def progress(_: int) -> None:
+        writing.set()
+        assert go_on.wait(60)
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(convert, to_convert(model), model, progress=progress)
+        try:
+            assert writing.wait(60)
+            (lock,) = folder.path.glob("*.lock")
+            lock.unlink()
+            all_converted(save_gguf(tmp_path / "other.gguf", "llama"))
+            assert parts(folder) == [f"{lock.stem}.part"]
+            told()
+            second = threads.submit(all_converted, moe)
+            said = ""
+            while "another process converts the same weights" not in said and not second.done():
+                wait([second], timeout=0.01)
+                said += told()
+        finally:
+            go_on.set()
+        assert values(first.result()) == values(second.result()) == resident(moe)
+    assert "another process converts the same weights" in said
+    assert CONVERTING not in said + told()
+    assert parts(folder) == []
+
+
+def test_who_lost_its_lock_file_removes_nobody_else_s(folder: ConvertedFolder) -> None:
+    key = "f" * 64
+    with ExitStack() as second:
+        with making(folder, key):
+            (lock,) = folder.path.glob("*.lock")
+            lock.unlink()
+            second.enter_context(making(folder, key))
+        assert lock.exists()
+    assert parts(folder) == []
 
 
 def test_who_waited_for_a_file_that_is_removed_locks_the_one_that_is_there(tmp_path: Path) -> None:

@@ -2,9 +2,13 @@
 
 lock                        held for moments: while room is made, an entry is put in its place, or removed
 hashes/                     what is known of checkpoint files (contents.py)
-KEY/weights.safetensors     the weights; the header's metadata says of each its key, and what it was made from
+KEY/weights.safetensors     the weights; the header's metadata says of each its key, its bytes' SHA-256, and its origin
 KEY/used                    its time of change is the last use; locked, shared, while the entry is in use
-KEY.lock, KEY.part/         an entry that is being made, by who holds the lock
+KEY.lock                    held by the one process that makes KEY
+KEY.part/                   the entry in the making; its `used` is locked by who writes it
+
+Nothing here is reached through a symbolic link: one in an entry's place is removed itself. What else bears a key for a
+name, and never was an entry, is listed, and left alone.
 """
 
 from __future__ import annotations
@@ -12,15 +16,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from overspill.checkpoint.contents import ContentIndex
 from overspill.checkpoint.file_locks import FileLock, lock_file
+from overspill.checkpoint.own_files import bytes_in, kind_of, take_away
 from overspill.checkpoint.records import TensorRecord
 from overspill.checkpoint.safetensors import read_shard
 from overspill.config.sizes import GIB, parse_bytes
@@ -30,7 +34,9 @@ DIR_VARIABLE, LIMIT_VARIABLE = "OVERSPILL_CACHE_DIR", "OVERSPILL_CACHE_LIMIT"
 LIMIT_BYTES = 50 * GIB
 FILE_NAME = "weights.safetensors"
 USED_NAME = "used"
+NO_DIGEST = "0" * 64
 _METADATA = "overspill"
+_HEX = frozenset("0123456789abcdef")
 
 logger = logging.getLogger("overspill")
 
@@ -40,15 +46,26 @@ def entry_key(weight_keys: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(sorted(weight_keys)).encode()).hexdigest()
 
 
-def entry_metadata(keys: Mapping[str, str], made_from: Iterable[Path]) -> dict[str, str]:
-    """An entry's header metadata; `keys` by tensor name."""
-    made_at = datetime.now(UTC).isoformat()
-    return {_METADATA: json.dumps({"keys": dict(keys), "made_from": list(map(str, made_from)), "made_at": made_at})}
+def is_key(name: str) -> bool:
+    return len(name) == 64 and _HEX.issuperset(name)
+
+
+def entry_metadata(keys: Mapping[str, str], sha256: Mapping[str, str], made_from: Iterable[Path]) -> dict[str, str]:
+    """An entry's header metadata; `keys` of the weights, and `sha256` of their bytes, by tensor name.
+
+    As long with NO_DIGEST in the place of hashes as with them.
+    """
+    made_at = datetime.now(UTC).isoformat(timespec="microseconds")
+    said = {"keys": dict(keys), "sha256": dict(sha256), "made_from": list(map(str, made_from)), "made_at": made_at}
+    return {_METADATA: json.dumps(said)}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry as it is listed. `made_from` are files; nothing is known of a `damaged` one's making."""
+    """An entry as it is listed. `made_from` are files; nothing is known of a `damaged` one's making.
+
+    `foreign` is a damaged one that never was an entry: it does not count, and only `remove` removes it.
+    """
 
     key: str
     nbytes: int
@@ -58,13 +75,15 @@ class Entry:
     used_at: datetime
     in_use: bool
     damaged: bool
+    foreign: bool
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What an entry's header says: its weights by their keys."""
+    """What an entry's header says: its weights, and the SHA-256 of their bytes, by their keys."""
 
     records: Mapping[str, TensorRecord]
+    sha256: Mapping[str, str]
     made_from: tuple[str, ...]
     made_at: datetime
 
@@ -105,7 +124,7 @@ class ConvertedFolder:
             names = sorted(entry.name for entry in self.path.iterdir())
         except FileNotFoundError:
             return []
-        return [name for name in names if len(name) == 64 and set(name) <= set("0123456789abcdef")]
+        return [name for name in names if is_key(name)]
 
     def entries(self) -> list[Entry]:
         """The last used first."""
@@ -123,11 +142,10 @@ class ConvertedFolder:
         return wanted & there
 
     def find(self, weight_keys: Iterable[str]) -> list[Held]:
-        """Entries with any of `weight_keys`, held and marked as used. An entry that is damaged is removed."""
+        """Entries with any of `weight_keys`, held and marked as used. Damaged ones go, foreign ones are left alone."""
         missing, found = set(weight_keys), []
         for key in self.entry_keys():
-            with self.writing():
-                lock = lock_file(self.path / key / USED_NAME, shared=True, create=False)
+            lock = self._use(key)
             try:
                 contents = self._contents(key)
             except CheckpointError as error:
@@ -143,42 +161,80 @@ class ConvertedFolder:
             found.append(Held(self._file(key), {k: contents.records[k] for k in given}, lock))
         return found
 
+    @contextmanager
+    def reading(self, key: str) -> Iterator[Contents]:
+        """What is in entry `key`, which stays meanwhile, and is not marked. CheckpointError for a damaged one."""
+        lock = self._use(key)
+        try:
+            yield self._contents(key)
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def _use(self, key: str) -> FileLock | None:
+        """None where there is no such entry."""
+        used = self.path / key / USED_NAME
+        with self.writing():
+            if not self._has_form(key):
+                return None
+            lock = lock_file(used, shared=True, create=False)
+            if lock is None:  # the entry went, or has lost that file; while `locked` none goes
+                with self.locked():
+                    lock = lock_file(used, shared=True) if self._has_form(key) else None
+        return lock
+
+    def _has_form(self, key: str) -> bool:
+        folder = self.path / key
+        form = kind_of(folder), kind_of(self._file(key))
+        return form == ("folder", "file") and kind_of(folder / USED_NAME) in ("file", None)
+
     def _file(self, key: str) -> Path:
         return self.path / key / FILE_NAME
 
     def _contents(self, key: str) -> Contents:
         """CheckpointError where the entry is not what was once written there."""
         file = self._file(key)
+        for path, wanted in ((self.path / key, "folder"), (file, "file"), (self.path / key / USED_NAME, "file")):
+            if (kind := kind_of(path)) not in (wanted, None):
+                raise CheckpointError(f"{path} is no {wanted} but a {kind}")
         shard = read_shard(file)
         try:
             said = json.loads(shard.metadata[_METADATA])
             made_at = datetime.fromisoformat(said["made_at"])
             records = {weight_key: shard.tensors[name] for name, weight_key in said["keys"].items()}
+            sha256 = {weight_key: str(said["sha256"][name]) for name, weight_key in said["keys"].items()}
             made_from = tuple(map(str, said["made_from"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{file} is no file of converted weights") from error
         if entry_key(records) != key:
             raise CheckpointError(f"{file} holds other weights than its folder's name says")
-        return Contents(records, made_from, made_at)
+        return Contents(records, sha256, made_from, made_at)
 
     def _entry(self, key: str) -> Entry | None:
         folder = self.path / key
+        used = folder / USED_NAME
+        lockable = kind_of(folder) == "folder" and kind_of(used) == "file"
         try:
             nbytes = bytes_in(folder)
-            used = (folder / USED_NAME).stat().st_mtime if (folder / USED_NAME).exists() else folder.stat().st_mtime
+            used_at = datetime.fromtimestamp((used if lockable else folder).lstat().st_mtime, UTC)
+            lock = lock_file(used, create=False, wait=False) if lockable else None
+            in_use = lockable and lock is None and used.exists()
+            if lock is not None:
+                lock.release()
+            contents = self._contents(key)
         except FileNotFoundError:
             return None
-        lock = lock_file(folder / USED_NAME, create=False, wait=False)
-        in_use = lock is None and (folder / USED_NAME).exists()
-        if lock is not None:
-            lock.release()
-        used_at = datetime.fromtimestamp(used, UTC)
-        try:
-            contents = self._contents(key)
         except CheckpointError:
-            return Entry(key, nbytes, 0, (), None, used_at, in_use, damaged=True)
-        count = len(contents.records)
-        return Entry(key, nbytes, count, contents.made_from, contents.made_at, used_at, in_use, damaged=False)
+            return Entry(key, nbytes, 0, (), None, used_at, in_use, damaged=True, foreign=self._is_foreign(key))
+        made_from, made_at, weights = contents.made_from, contents.made_at, len(contents.records)
+        return Entry(key, nbytes, weights, made_from, made_at, used_at, in_use, damaged=False, foreign=False)
+
+    def _is_foreign(self, key: str) -> bool:
+        """Of a damaged one: whether it is neither a link nor a folder with nothing but an entry's files."""
+        folder = self.path / key
+        if kind_of(folder) != "folder":
+            return kind_of(folder) in ("file", "special file")
+        return any(path.name not in (FILE_NAME, USED_NAME) for path in folder.iterdir())
 
     # -- removing ------------------------------------------------------------------------------------------------------
 
@@ -186,13 +242,12 @@ class ConvertedFolder:
         """Remove these entries. ConfigError, and none is removed, where one is in use."""
         if not keys:
             return
-        with self.writing(), self.locked(), ExitStack() as locks:
+        with self.writing(), self.locked(), ExitStack() as claims:
             used = []
             for key in keys:
-                lock = lock_file(self.path / key / USED_NAME, create=False, wait=False)
-                if lock is not None:
-                    locks.enter_context(lock)
-                elif (self.path / key / USED_NAME).exists():
+                if (claim := self.claim(key)) is not None:
+                    claims.enter_context(claim)
+                else:
                     used.append(key)
             if used:
                 raise ConfigError(
@@ -200,7 +255,14 @@ class ConvertedFolder:
                     hint="end the processes that run from it, or name other entries",
                 )
             for key in keys:
-                shutil.rmtree(self.path / key)
+                take_away(self.path / key)
+
+    def claim(self, key: str) -> AbstractContextManager[object] | None:
+        """While `locked`: what keeps others from using entry `key` before it is removed; None where it is in use."""
+        used = self.path / key / USED_NAME
+        if kind_of(self.path / key) != "folder" or kind_of(used) not in ("file", None):
+            return nullcontext()
+        return lock_file(used, wait=False)
 
     def _remove_damaged(self, key: str, error: CheckpointError) -> None:
         """Whoever uses it: it serves nobody."""
@@ -208,9 +270,13 @@ class ConvertedFolder:
             try:
                 self._contents(key)
             except CheckpointError:
-                if (self.path / key).exists():
-                    logger.warning("conversion cache: %s is removed: %s", key[:12], error.message)
-                    shutil.rmtree(self.path / key)
+                if kind_of(self.path / key) is None:
+                    return
+                if self._is_foreign(key):
+                    logger.warning("conversion cache: %s is no entry, and is left alone: %s", key[:12], error.message)
+                    return
+                logger.warning("conversion cache: %s is removed: %s", key[:12], error.message)
+                take_away(self.path / key)
 
     def locked(self) -> FileLock:
         """Held by whoever adds or removes entries. The folder must be there."""
@@ -225,13 +291,6 @@ class ConvertedFolder:
             yield
         except OSError as error:
             raise ConfigError(
-                f"the conversion cache {self.path} cannot be written: {error.strerror}",
+                f"the conversion cache {self.path} cannot be written: {error.strerror or error}",
                 hint=f"name a folder that can be, with {DIR_VARIABLE}",
             ) from error
-
-
-def bytes_in(folder: Path) -> int:
-    try:
-        return sum(file.stat().st_size for file in folder.iterdir())
-    except FileNotFoundError:
-        return 0

@@ -28,6 +28,14 @@ class FileLock:
         """Set the file's time of change to now."""
         os.utime(self._fd)
 
+    def is_at(self, path: Path) -> bool:
+        """Whether what is locked is the file that stands at `path` now."""
+        try:
+            there = path.stat()
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(os.fstat(self._fd), there)
+
     def __enter__(self) -> Self:
         return self
 
@@ -72,14 +80,6 @@ def lock_file(
         except OSError:
             lock.release()
             raise
-        if _is_at(lock._fd, path):
+        if lock.is_at(path):
             return lock
         lock.release()
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    try:
-        there = path.stat()
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(os.fstat(fd), there)

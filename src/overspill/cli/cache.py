@@ -1,4 +1,4 @@
-"""`overspill cache`: the converted weights that are kept on disk, and removing them."""
+"""`overspill cache`: the converted weights that are kept on disk; listing, checking and removing them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from overspill.checkpoint.converted import ConvertedFolder, Entry
 from overspill.cli.progress import err, out
 from overspill.config import format_bytes
-from overspill.errors import ConfigError
+from overspill.errors import CheckpointError, ConfigError, VerdictError
 
 SHOWN_DIGITS = 12
 
@@ -26,7 +26,7 @@ DEBUG = Annotated[bool, typer.Option("--debug", help="Tracebacks.")]
 
 @app.callback()
 def _group() -> None:
-    """List or remove converted weights that are kept on disk."""
+    """List, check or remove converted weights that are kept on disk."""
 
 
 @app.command("ls")
@@ -45,7 +45,7 @@ def list_entries(
         err.print(f"the conversion cache is empty: {folder.path}", highlight=False, markup=False)
         return
     out.print(_table(entries))
-    total = format_bytes(sum(entry.nbytes for entry in entries))
+    total = format_bytes(sum(entry.nbytes for entry in entries if not entry.foreign))
     err.print(f"{total} of at most {format_bytes(folder.limit_bytes)}, in {folder.path}", highlight=False, markup=False)
 
 
@@ -64,10 +64,44 @@ def remove_entries(
     folder = ConvertedFolder.of_environment(os.environ)
     there = folder.entry_keys()
     chosen = there if keys is None or everything else list(dict.fromkeys(_named(keys, there)))
-    sizes = {entry.key: entry.nbytes for entry in folder.entries()} if chosen else {}
+    with folder.writing():
+        sizes = {entry.key: entry.nbytes for entry in folder.entries()} if chosen else {}
     folder.remove(chosen)
     for key in chosen:
         err.print(f"removed {key[:SHOWN_DIGITS]} ({format_bytes(sizes.get(key, 0))})", highlight=False, markup=False)
+    if not chosen:
+        err.print(f"the conversion cache is empty: {folder.path}", highlight=False, markup=False)
+
+
+@app.command("verify")
+def verify_entries(
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY...]", help="Keys, or how they begin. [default: every entry]")
+    ] = None,
+    debug: DEBUG = False,
+) -> None:
+    """Read entries of the conversion cache whole, and compare their bytes with what was written."""
+    from overspill.offload.conversion_cache import verify  # torch is slow to import, and the others do without
+
+    folder = ConvertedFolder.of_environment(os.environ)
+    there = folder.entry_keys()
+    chosen = list(dict.fromkeys(_named(keys, there))) if keys else there
+    damaged = []
+    for key in chosen:
+        try:
+            names = verify(folder, key)
+        except CheckpointError as error:
+            found = error.message
+        else:
+            found = f"other bytes than were written in {', '.join(names)}" if names else ""
+        if found:
+            damaged.append(key[:SHOWN_DIGITS])
+        print(f"{key[:SHOWN_DIGITS]} {'damaged: ' + found if found else 'whole'}", flush=True)
+    if damaged:
+        raise VerdictError(
+            f"{len(damaged)} of {len(chosen)} entries of the conversion cache are damaged",
+            hint=f"`overspill cache rm {' '.join(damaged)}` removes them, and they are made again when they are needed",
+        )
     if not chosen:
         err.print(f"the conversion cache is empty: {folder.path}", highlight=False, markup=False)
 
@@ -96,6 +130,7 @@ def _as_json(entry: Entry) -> dict[str, object]:
         "used_at": entry.used_at.isoformat(),
         "in_use": entry.in_use,
         "damaged": entry.damaged,
+        "foreign": entry.foreign,
     }
 
 
@@ -113,9 +148,15 @@ def _table(entries: Sequence[Entry]) -> Table:
             _files(entry.made_from),
             _moment(entry.made_at) if entry.made_at is not None else "not known",
             _moment(entry.used_at),
-            "damaged" if entry.damaged else "in use" if entry.in_use else "",
+            _state(entry),
         )
     return table
+
+
+def _state(entry: Entry) -> str:
+    if entry.damaged:
+        return "foreign" if entry.foreign else "damaged"
+    return "in use" if entry.in_use else ""
 
 
 def _files(paths: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from overspill.checkpoint import Extent, FileStamp, file_stamp, verify_unchanged, verify_untouched
 from overspill.checkpoint.contents import span_of
-from overspill.checkpoint.converted import ConvertedFolder, Held, entry_key, entry_metadata
+from overspill.checkpoint.converted import NO_DIGEST, ConvertedFolder, Held, entry_key, entry_metadata
 from overspill.checkpoint.converted_making import making, new_entry
 from overspill.checkpoint.safetensors import read_shard
 from overspill.checkpoint.safetensors_layout import Layout, lay_out
@@ -66,6 +66,17 @@ def convert(weights: Sequence[Weight], model: ModelMap, *, progress: Progress | 
             if _without(weights, keys, held) == missing:  # no one else made any of them meanwhile
                 _make(key, missing, keys, model, folder, progress)
     return _converted(weights, keys, held)
+
+
+def verify(folder: ConvertedFolder, key: str) -> list[str]:
+    """The names of those weights of entry `key` whose bytes are others than were written. All of it is read.
+
+    Raises CheckpointError where nothing can be known: the header is damaged, or the file cannot be read.
+    """
+    with folder.reading(key) as contents:
+        found = _hashed([record.extent for record in contents.records.values()])
+        weights = contents.records.items()
+        return sorted(record.name for weight, record in weights if found[record.extent] != contents.sha256[weight])
 
 
 def _without(weights: Sequence[Weight], keys: Mapping[str, str], held: Iterable[Held]) -> list[Weight]:
@@ -156,7 +167,12 @@ def _make(
 ) -> None:
     tensors = [(w.full, str(w.dtype).removeprefix("torch."), w.shape) for w in weights]
     files = {extent.file for weight in weights for extent in origins(weight)}
-    layout = lay_out(tensors, entry_metadata({w.full: keys[w.full] for w in weights}, sorted(files)))
+    named = {w.full: keys[w.full] for w in weights}
+
+    def laid_out(sha256: Mapping[str, str]) -> Layout:
+        return lay_out(tensors, entry_metadata(named, sha256, sorted(files)))
+
+    layout = laid_out(dict.fromkeys(named, NO_DIGEST))
     with new_entry(folder, key, layout.nbytes) as path:
         logger.info(
             "converting %d weights (%s), once: %s", len(weights), format_bytes(layout.nbytes), folder.path / key
@@ -167,7 +183,7 @@ def _make(
                     _cast(weight, reader, file, progress)
             for source, targets in _conversions(weights).items():
                 _run(source, targets, reader, file, progress)
-            file.finish()
+            file.finish(laid_out(file.sha256()).head)
         read_shard(path)
         verify_untouched(model.stamps)
 
@@ -214,6 +230,7 @@ class _File:
         self._path = path
         self._layout = layout
         self._unsynced_bytes = 0
+        self._hashes = {name: hashlib.sha256() for name in layout.offsets}
         self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
 
     def __enter__(self) -> _File:
@@ -223,13 +240,21 @@ class _File:
         os.close(self._fd)
 
     def write(self, name: str, begin: int, values: torch.Tensor) -> None:
-        """`values`, from byte `begin` of the tensor on."""
+        """`values`, from byte `begin` of the tensor on. A tensor's parts come in their order."""
+        data = byte_view(values.contiguous())
+        self._hashes[name].update(data)
         with self._naming(name):
-            self._write(byte_view(values.contiguous()), self._layout.offsets[name] + begin)
+            self._write(data, self._layout.offsets[name] + begin)
 
-    def finish(self) -> None:
+    def sha256(self) -> dict[str, str]:
+        """Of what was written, by tensor."""
+        return {name: found.hexdigest() for name, found in self._hashes.items()}
+
+    def finish(self, head: bytes) -> None:
+        """With the header, which is as long as the layout's."""
+        assert len(head) == len(self._layout.head)
         with self._naming("the header"):
-            self._write(memoryview(self._layout.head), 0)
+            self._write(memoryview(head), 0)
             self._sync()
 
     def _write(self, data: memoryview, offset: int) -> None:
