@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import overspill
+from changed_files import restored
 from emulated_runs import CONTEXT, PROMPT, emulated, forward, mapped, passes, placed, planned, settings_for
 from overspill.engine import Engine, SamplingParams
 from overspill.errors import CheckpointError
@@ -111,16 +112,6 @@ def test_layers_come_from_host_memory_and_from_disk_through_one_ring(name: str, 
     assert ring is not None
     assert sum(moved) == pytest.approx(len(moved) * ring.pass_bytes, abs=2 * ring.buffer_bytes)
     assert model.ledger.bytes_on(Tier.DISK) == sum(p.weight.nbytes for p in model.plan.on(Tier.DISK)) > 0
-
-
-def restored(file: Path) -> Any:
-    content, times = file.read_bytes(), (file.stat().st_atime_ns, file.stat().st_mtime_ns)
-
-    def restore() -> None:
-        file.write_bytes(content)
-        os.utime(file, ns=times)
-
-    return restore
 
 
 @pytest.mark.parametrize("harm", ["cut short", "rewritten", "taken away"])

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import overspill
+from changed_files import restored
 from emulated_runs import CONTEXT, PROMPT, emulated, mapped, passes, planned, settings_for
 from overspill.engine import Engine, SamplingParams
 from overspill.errors import CheckpointError, PlacementDefect, UnsupportedModelError
@@ -194,16 +195,6 @@ def test_what_is_converted_while_loading_is_not_mapped(tiny: MakeTiny) -> None:
     plan = make_plan(source, settings_for(MMAP), CpuDevice(), context_tokens=CONTEXT)
     assert not plan.mapped
     assert any("(cast from bfloat16)" in warning for warning in plan.warnings)
-
-
-def restored(file: Path) -> Any:
-    content, times = file.read_bytes(), (file.stat().st_atime_ns, file.stat().st_mtime_ns)
-
-    def restore() -> None:
-        file.write_bytes(content)
-        os.utime(file, ns=times)
-
-    return restore
 
 
 @pytest.mark.parametrize("harm", ["cut short", "rewritten", "taken away"])

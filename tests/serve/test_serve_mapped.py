@@ -8,6 +8,7 @@ from pathlib import Path
 
 from serving import eventually, started
 
+from changed_files import restored
 from tiny_models import TINY
 
 ASKED = {"prompt": [5, 17, 99], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 0}
@@ -17,7 +18,7 @@ MMAP = ("--device", "cpu", "--offload-config", json.dumps({"vllm_cpp": {"mmap": 
 def test_a_file_that_shrinks_fails_its_requests_and_not_the_server(tmp_path: Path) -> None:
     TINY["llama_bf16"].save(tmp_path)
     file = tmp_path / "model.safetensors"
-    content, times = file.read_bytes(), (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    restore = restored(file)
     with started(tmp_path, *MMAP, "--max-num-seqs", 2, "--max-model-len", 64) as server, server.http() as http:
         before = http.post("/v1/completions", json=ASKED).raise_for_status().json()["choices"][0]["logprobs"]
         assert any("are used in place in the mapped files" in line for line in server.lines)
@@ -27,8 +28,7 @@ def test_a_file_that_shrinks_fails_its_requests_and_not_the_server(tmp_path: Pat
         assert refused.json()["error"]["type"] == "server_error"
         assert str(tmp_path) not in refused.text
         assert eventually(lambda: any("model.safetensors changed since its header was read" in x for x in server.lines))
-        file.write_bytes(content)
-        os.utime(file, ns=times)
+        restore()
         after = http.post("/v1/completions", json=ASKED).raise_for_status().json()["choices"][0]["logprobs"]
         assert after == before
         assert server.stop() == 0
