@@ -42,6 +42,6 @@ def test_two_runs_are_held_against_what_is_claimed(example: Any) -> None:
 
 def test_a_run_that_is_refused_ends_the_demo_with_what_it_said(example: Any, tmp_path: Path) -> None:
     with pytest.raises((SystemExit, example.NoControlGroup)) as ended:
-        example.run(tmp_path / "nowhere", None)
+        example.run(tmp_path / "nowhere")
     if ended.type is SystemExit:
         assert "nowhere" in str(ended.value)
