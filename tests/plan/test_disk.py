@@ -254,3 +254,15 @@ def test_the_report_says_what_loading_takes_and_what_the_process_has_where_that_
     assert "available for that" not in told(available_process_bytes=plan.memory.available_device_bytes)[1]
     beside = plan_as_json(planned(tiny("llama"), {"uva": {"cpu_offload_gb": 3e-5}}))["memory"]["device"]
     assert (beside["loading_bytes"], beside["available_process_bytes"]) == (None, None)
+
+
+def test_a_limit_above_what_there_is_changes_nothing_and_that_is_said(tiny: MakeTiny) -> None:
+    def told(limit: int | None) -> list[str]:
+        plan = make_plan(
+            mapped(tiny("llama")), settings_for(memory_limit_bytes=limit), emulated(), context_tokens=CONTEXT
+        )
+        return [note for note in plan.notes if note.startswith("memory: ")]
+
+    (note,) = told(1 << 60)
+    assert "are allowed, and machine and control group leave" in note
+    assert told(1 << 30) == told(None) == []

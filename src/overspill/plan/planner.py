@@ -126,7 +126,14 @@ def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_to
         buffers_bytes=buffers_bytes,
         prefault=mapping.prefault,
         kv_cache_tokens=server_cache_tokens(memory, model.trace, settings.engine),
-        notes=(*settings.notes, *experts.notes, *choice.notes, *mapping.notes, *_model_notes(model, layout.placements)),
+        notes=(
+            *settings.notes,
+            *_idle_limit(settings),
+            *experts.notes,
+            *choice.notes,
+            *mapping.notes,
+            *_model_notes(model, layout.placements),
+        ),
         warnings=(
             *settings.warnings,
             *experts.warnings,
@@ -161,6 +168,17 @@ def _available(device: Device, settings: Settings) -> Available:
         return Available(device.memory_bytes, host_bytes)
     process_bytes = max(0, free_bytes - PROCESS_BYTES)
     return Available(min(device.memory_bytes, process_bytes), host_bytes, process_bytes)
+
+
+def _idle_limit(settings: Settings) -> list[str]:
+    """A line where more was allowed than there is."""
+    stated, free_bytes = settings.engine.memory_limit_bytes, host_available_bytes()
+    if stated is None or stated <= free_bytes:
+        return []
+    return [
+        f"memory: {format_bytes(stated)} are allowed, and machine and control group leave {format_bytes(free_bytes)}, "
+        "which is what counts"
+    ]
 
 
 def _place(weight: Weight, moved: Mapping[str, tuple[Tier, Access, str]]) -> Placement:
