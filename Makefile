@@ -8,7 +8,7 @@ GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/nul
 CONSTRAINTS := $(if $(GPU),,-c constraints.txt)
 DEMO_DEVICE := $(if $(GPU),--device cuda,--device emulated --device-memory 400MiB --link-bandwidth 4GB/s)
 
-.PHONY: demo test check sanitize bench soak clean
+.PHONY: demo test check sanitize support bench soak clean
 
 $(VENV)/installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard kernels/*)
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,10 @@ sanitize: $(VENV)/installed
 	$(BIN)/cmake -S . -B build/sanitize -DOVERSPILL_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitize --parallel 2
 	build/sanitize/check
+
+# Runs every architecture and writes the support matrix, which the tests hold against what they find.
+support: $(VENV)/installed
+	$(BIN)/python tests/support/write.py
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks

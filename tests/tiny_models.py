@@ -41,6 +41,20 @@ _COMMON = {
 }
 
 
+def draw_weights(model: nn.Module, seed: int = 0) -> None:
+    """Give every parameter of `model` random values under which each of them changes the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            drawn = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() < 2:
+                parameter.add_(0.1 * drawn)
+            elif "embed" in name:
+                parameter.copy_(drawn)
+            else:
+                parameter.copy_(drawn * parameter.shape[-1] ** -0.5)
+
+
 @dataclass(frozen=True)
 class Tiny:
     """One checkpoint: a configuration class, what to set in it, and how to write it."""
@@ -60,16 +74,7 @@ class Tiny:
         torch.manual_seed(self.seed)
         config = self.config()
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        generator = torch.Generator().manual_seed(self.seed)
-        with torch.no_grad():
-            for name, parameter in sorted(model.named_parameters()):
-                drawn = torch.randn(parameter.shape, generator=generator)
-                if parameter.dim() < 2:
-                    parameter.add_(0.1 * drawn)
-                elif "embed" in name:
-                    parameter.copy_(drawn)
-                else:
-                    parameter.copy_(drawn * parameter.shape[-1] ** -0.5)
+        draw_weights(model, self.seed)
         return model.to(self.dtype).requires_grad_(False)
 
     def save(self, folder: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import linear
-from transformers import GPT2Config, PretrainedConfig
+from torch.nn.functional import embedding, linear
+from transformers import GPT2Config, PretrainedConfig, WhisperConfig
 
 from emulated_runs import emulated, mapped, settings_for
 from overspill.model import hf
@@ -129,12 +129,77 @@ def test_the_order_and_number_of_runs_are_seen() -> None:
     assert traced(lambda x, a, b: b(x)).layer_order == (("layers", 1),)
 
 
-def test_an_architecture_that_looks_at_values_fails_to_trace_and_says_why() -> None:
+def test_a_value_that_an_architecture_asks_for_is_zero_and_counted() -> None:
     result = traced(lambda x, a, b: b(x) if x.sum().item() > 0 else a(x))
+    assert result.failure is None
+    assert result.guesses == 1
+    assert result.layer_order == (("layers", 0),)
+    assert traced(lambda x, a, b: b(a(x))).guesses == 0
+
+
+def test_what_a_mask_chooses_is_everything() -> None:
+    """Experts in loops of their own, rows that a language chooses."""
+
+    def masked(x: torch.Tensor, a: nn.Module, b: nn.Module) -> torch.Tensor:
+        mask = x[..., 0] > 0
+        rows, columns = torch.where(mask)
+        out = torch.zeros_like(x)
+        out[mask] = b(a(x[mask]))
+        return out + x[rows, columns].sum()
+
+    result = traced(masked)
+    assert result.failure is None
+    assert result.guesses == 1
+    assert result.layer_order == (("layers", 0), ("layers", 1))
+
+
+def test_an_architecture_that_needs_values_fails_to_trace_and_says_why() -> None:
+    result = traced(lambda x, a, b: b(a(x)) * len(x.flatten().tolist()))
     assert result.failure is not None
     assert "meta" in result.failure.lower()
     assert (result.tokens, result.sequences) == (3, 1)
     assert (result.kv_cache_bytes, result.working_bytes, result.layer_order) == (0, 0, ())
+
+
+def test_what_a_step_reads_is_counted_as_a_link_carries_it() -> None:
+    """Four by four float32: read twice, by a view of half, by rows, not at all."""
+    reads = {
+        "twice": (lambda x, a, b: b(a(a(x))), {"layers.0.weight": (128, 0, 2), "layers.1.weight": (64, 0, 1)}),
+        "half of it": (lambda x, a, b: x @ a.weight.t()[:, :2], {"layers.0.weight": (32, 0, 1)}),
+        "by rows": (
+            lambda x, a, b: a(x) + embedding(torch.zeros(1, 3, dtype=torch.long), b.weight),
+            {"layers.0.weight": (64, 0, 1), "layers.1.weight": (0, 16, 1)},
+        ),
+        "its size": (lambda x, a, b: a(x) * b.weight.shape[0], {"layers.0.weight": (64, 0, 1)}),
+    }  # fmt: skip
+    for what, (forward, expected) in reads.items():
+        found = traced(forward).reads
+        assert found is not None
+        weights = {n: (r.whole_bytes, r.token_bytes, r.times) for n, r in found.items() if n.endswith("weight")}
+        assert weights == expected, what
+
+
+def test_what_an_architecture_writes_is_seen() -> None:
+    def rescaling(x: torch.Tensor, a: Any, b: nn.Module) -> torch.Tensor:
+        a.weight.div_(2)
+        return b(a(x))
+
+    assert traced(rescaling).written == {"layers.0.weight"}
+    assert traced(lambda x, a, b: b(a(x))).written == set()
+
+
+def test_what_a_decode_step_does_not_read_is_an_encoder() -> None:
+    config = WhisperConfig(
+        vocab_size=16, num_mel_bins=4, encoder_layers=2, decoder_layers=2, encoder_attention_heads=1,
+        decoder_attention_heads=1, d_model=8, encoder_ffn_dim=8, decoder_ffn_dim=8, max_source_positions=6,
+        max_target_positions=8, pad_token_id=0, architectures=["WhisperForConditionalGeneration"],
+    )  # fmt: skip
+    skeleton = hf.build_skeleton(config, torch.float32)
+    result = trace(skeleton, find_stacks(skeleton), tokens=3)
+    assert (result.failure, result.decode_failure) == (None, None)
+    assert result.reads is not None
+    assert not [name for name in result.reads if name.startswith("model.encoder.")]
+    assert "model.decoder.layers.1.fc1.weight" in result.reads
 
 
 def test_a_traced_model_is_not_kept_alive() -> None:

@@ -69,10 +69,11 @@ def command(
     params = SamplingParams(MAX_TOKENS if max_tokens is None else max_tokens, temperature, top_p, top_k, shared.seed)
     text = _text(prompt)
     from overspill.api import prepare, start
-    from overspill.engine.tokens import encode, refuse_length
+    from overspill.engine.tokens import encode, refuse_length, refuse_no_text
     from overspill.plan.report import render_plan
 
     prepared = prepare(model, settings)
+    refuse_no_text(prepared.plan.model)
     prompt_ids = encode(prepared.tokenizer, text, chat=not raw)
     room = prepared.plan.context_tokens - len(prompt_ids)
     if max_tokens is None:

@@ -123,10 +123,12 @@ def command(
         settings = shared.settings(**options)
         from overspill.api import prepare, start
         from overspill.engine.service import EngineService
+        from overspill.engine.tokens import refuse_no_text
         from overspill.serve.app import create_app
         from overspill.serve.listen import run
 
         prepared = prepare(name, settings)
+        refuse_no_text(prepared.plan.model, served=True)
         _tell(prepared.plan)
         with loading(prepared.checkpoint.nbytes) as progress:
             engine = start(prepared, progress)

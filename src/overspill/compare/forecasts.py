@@ -10,7 +10,7 @@ from overspill.engine import Step
 from overspill.machine.device import Device
 from overspill.machine.read_requests import most_bytes
 from overspill.model.experts import ExpertBlock
-from overspill.model.weights import Weight
+from overspill.model.weights import Role, Weight
 from overspill.offload.expert_runs import ExpertRuns
 from overspill.offload.expert_sources import DiskSource
 from overspill.offload.ledger import Ledger
@@ -38,8 +38,9 @@ def _result_bytes(blocks: Sequence[ExpertBlock]) -> int:
 
 def _reads(weight: Weight, tokens: int) -> tuple[float, float]:
     """The least and the most bytes that a pass over `tokens` tokens reads of a weight."""
-    if weight.routing is None:
-        return weight.step_bytes(tokens), weight.step_bytes(tokens)
+    if weight.routing is None:  # experts that the architecture computes by itself may be chosen, or all of them read
+        least = weight.step_bytes(tokens) if weight.role is not Role.ROUTED_EXPERT else 0
+        return least, weight.step_bytes(tokens)
     share = weight.routing.top_k / weight.routing.experts
     return weight.nbytes * share, weight.nbytes * min(1.0, share * tokens)
 
@@ -53,7 +54,7 @@ def forecast_of(placed: PlacedModel) -> Forecast:
     link, memory, ring = plan.step.link, plan.memory, plan.ring
     zero_copy = _zero_copy_weights(plan)
     zero_copy_bytes = sum(weight.step_bytes(1) for weight in zero_copy)
-    transfers = len(ring.copied) if ring is not None else 0
+    transfers = ring.transfers if ring is not None else 0
     in_place_bytes = _result_bytes(plan.placed)
     slots = plan.slots
     return Forecast(
@@ -93,7 +94,8 @@ def _most_of_layers(placed: PlacedModel) -> int:
     """The most bytes that a pass reads of layers on disk, each in a read of its own."""
     ring = placed.plan.ring
     layers = [layer for layer in ring.copied if layer.tier is Tier.DISK] if ring is not None else []
-    return sum(most_bytes(layer_runs(layer, placed.converted.sources)) for layer in layers)
+    rounds = ring.rounds if ring is not None else 1
+    return rounds * sum(most_bytes(layer_runs(layer, placed.converted.sources)) for layer in layers)
 
 
 def _expert_edges(experts: ExpertRuns) -> int:

@@ -13,7 +13,7 @@ from overspill.compare.kernels import first_with_other_kernels
 from overspill.compare.limited import refuse_idle_limit
 from overspill.compare.results import Job
 from overspill.config import FLAGS, Settings, format_bytes
-from overspill.engine.tokens import encode, tokenizer_of
+from overspill.engine.tokens import encode, refuse_no_text, tokenizer_of
 from overspill.errors import CapacityError, ConfigError
 from overspill.machine.device import Device
 from overspill.machine.memory import host_available_bytes
@@ -109,6 +109,7 @@ def make_contest(
 
     shown = tuple(p if isinstance(p, str) else f"token ids {' '.join(map(str, p))}" for p in prompts)
     moving = prepare(model, wanted, device).plan
+    refuse_no_text(moving.model)
     if not only_limited:
         _refuse_moving_nothing(moving)
     try:

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from overspill.engine.sampling import Completion, SamplingParams, Step
-from overspill.engine.tokens import TextStream, encode, refuse_length
+from overspill.engine.tokens import TextStream, encode, refuse_length, refuse_no_text
 from overspill.errors import ConfigError
 from overspill.machine.device import Device
 from overspill.model.hf import cache_of, forget_longest, tensors_in
@@ -73,10 +73,13 @@ class Engine:
     ) -> Completion:
         """Complete `prompt`. `on_text` receives the text piece by piece; `logits` keeps every step's scores.
 
-        Raises ConfigError where a token id is not in the vocabulary, or prompt and answer exceed the planned context;
-        DeviceOutOfMemoryError where the device's memory runs out on the way. What the request held is then free again
+        An encoder-decoder reads the prompt with its encoder, and the answer is the decoder's.
+        Raises UnsupportedModelError where the model takes no text, ConfigError where a token id is not in the
+        vocabulary, or prompt and answer exceed the planned context; DeviceOutOfMemoryError where the device's memory
+        runs out on the way. What the request held is then free again
         as soon as the error is.
         """
+        refuse_no_text(self.plan.model)
         params = params or SamplingParams()
         ids = self.encode(prompt, chat=chat)
         refuse_length(len(ids), params.max_tokens, self.plan.context_tokens)
@@ -88,6 +91,7 @@ class Engine:
             **params.generation_arguments(),
             eos_token_id=eos or None,
             pad_token_id=self._pad_token(),
+            decoder_start_token_id=next(iter(self._special("decoder_start_token_id")), None),
             return_dict_in_generate=True,
             output_logits=logits,
         )

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from overspill.checkpoint import Checkpoint
-from overspill.errors import ConfigError
+from overspill.errors import ConfigError, UnsupportedModelError
 from overspill.model.gguf import tokenizer_from_gguf
 from overspill.model.hf import load_tokenizer
+from overspill.model.weights import ModelMap
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -49,6 +50,24 @@ def refuse_length(prompt_tokens: int, max_tokens: int, context_tokens: int) -> N
             f"{prompt_tokens} prompt tokens and {max_tokens} to generate are {prompt_tokens + max_tokens}, "
             f"more than the {context_tokens} that memory is planned for",
             hint=f"--max-model-len {prompt_tokens + max_tokens} plans for them, or a smaller --max-tokens",
+        )
+
+
+def refuse_no_text(model: ModelMap, *, served: bool = False) -> None:
+    """UnsupportedModelError where a prompt of text is nothing that the model goes on from.
+
+    `served`: requests are batched token by token, which an encoder is no part of.
+    """
+    in_python = "in Python `placed = overspill.load(…).placed` has the model, and placed.model.generate(…) takes it"
+    if not model.takes_text:
+        taken = model.skeleton.main_input_name
+        raise UnsupportedModelError(
+            f"{model.architecture} is given {taken}, and no text", hint=f"{in_python} inside `with placed.running():`"
+        )
+    if served and model.encodes:
+        raise UnsupportedModelError(
+            f"{model.architecture} reads a prompt with an encoder, which `serve` has no batches for",
+            hint=f"`overspill run`; {in_python} inside `with placed.running():`",
         )
 
 

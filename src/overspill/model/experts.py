@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ class ExpertBlock:
     """The routed experts of one layer, as one module at `path` holds them.
 
     `weights` are its parameters, each [experts, ...], by the name the module gives them. `router` is the path of the
-    module that scores the experts, `shared` that of the experts that every token passes, which the same parent calls.
+    module that scores the experts, `shared` that of the experts that every token passes, which the same parent calls
+    with nothing but hidden states.
     """
 
     path: str
@@ -128,4 +130,9 @@ def _router(parent: nn.Module, experts: int) -> str | None:
 
 
 def _shared(parent: nn.Module) -> str | None:
-    return next((name for name, _ in parent.named_children() if _SHARED.fullmatch(name)), None)
+    for name, child in parent.named_children():
+        if _SHARED.fullmatch(name):
+            _, *others = inspect.signature(child.forward).parameters.values()
+            alone = all(other.default is not other.empty or other.kind is other.VAR_KEYWORD for other in others)
+            return name if alone else None
+    return None

@@ -18,8 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GenerationMixin,
+    PretrainedConfig,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -72,11 +81,53 @@ def load_generation_config(folder: Path, config: PretrainedConfig) -> Generation
     return GenerationConfig.from_model_config(config)
 
 
-def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
-    """The model with every parameter and buffer on meta, in the dtypes that `from_pretrained` would give them."""
-    what = f"{type(config).__name__}: transformers cannot build a causal language model from this"
-    with _translated(what), torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+_DRAFTS = "drafts tokens from the keys and values of another model, and does not run alone"
+_RUN_NOWHERE = {
+    "Gemma4AssistantForCausalLM": _DRAFTS,
+    "Gemma4UnifiedAssistantForCausalLM": _DRAFTS,
+    "BltForCausalLM": (
+        "cannot be run by transformers itself: its configuration lacks what the cache of its byte patches is made from"
+    ),
+}
+"""Architectures that build and do not run, as transformers 5.24 has them."""
+
+
+def _own_class(config: PretrainedConfig) -> Any:
+    """The class that the checkpoint itself names, where transformers has it and it generates text; else None.
+
+    A checkpoint of a model with towers is thereby loaded with them, and an encoder-decoder with its encoder.
+    """
+    for name in getattr(config, "architectures", None) or ():
+        own: Any = getattr(transformers, name, None)
+        generates = isinstance(own, type) and issubclass(own, GenerationMixin)
+        if generates and own.config_class is type(config):
+            return own
+    return None
+
+
+def has_text_class(config: PretrainedConfig, model: nn.Module) -> bool:
+    """Whether transformers has another class for text alone than that of `model`."""
+    text: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return text is not None and text is not type(model)
+
+
+def build_skeleton(
+    config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False, text_alone: bool = False
+) -> nn.Module:
+    """The model with every parameter and buffer on meta, in the dtypes that `from_pretrained` would give them.
+
+    Of the class that the checkpoint names; with `text_alone` of transformers' causal language model.
+    """
+    own = None if text_alone else _own_class(config)
+    named = own.__name__ if own is not None else type(config).__name__
+    with _translated(f"{named}: transformers cannot build a language model from this"), torch.device("meta"):
+        model: Any = (
+            own._from_config(config, dtype=dtype)
+            if own is not None
+            else AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        )
+    if (reason := _RUN_NOWHERE.get(type(model).__name__)) is not None:
+        raise UnsupportedModelError(f"{type(model).__name__} {reason}", hint="another model")
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
     for name, tensor in model.state_dict(keep_vars=True).items():
         for pattern, kept in plan.items():
@@ -178,6 +229,35 @@ def map_checkpoint_names(model: Any, names: Iterable[str]) -> tuple[dict[str, st
     return renamed, list(groups.values()), nowhere
 
 
+def inputs(model: nn.Module, *, tokens: int, sequences: int) -> dict[str, Any]:
+    """What a prompt pass of `model` takes, all zeros: `tokens` tokens of each of `sequences` sequences.
+
+    An encoder gets as much as it takes at the most (speech), or as many tokens as the decoder.
+    """
+    config: Any = getattr(model, "config", None)
+    parameters = inspect.signature(model.forward).parameters
+    ids = torch.zeros(sequences, tokens, dtype=torch.long)
+    given: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    if getattr(model, "main_input_name", None) == "input_features":
+        dtype: Any = model.dtype
+        frames = 2 * config.max_source_positions
+        given["input_features"] = torch.zeros(sequences, config.num_mel_bins, frames, dtype=dtype)
+    else:
+        given["input_ids"] = ids
+    if "decoder_input_ids" in parameters:
+        given["decoder_input_ids"] = ids
+    return given
+
+
+def decode_inputs(model: nn.Module, prompt: Mapping[str, Any], output: Any) -> dict[str, Any]:
+    """What a decode step takes beside the cache, after a pass over `prompt` gave `output`."""
+    encoded = getattr(output, "encoder_last_hidden_state", None)
+    given = {name: value for name, value in prompt.items() if name == "logits_to_keep"}
+    name = "decoder_input_ids" if "decoder_input_ids" in prompt else "input_ids"
+    given[name] = prompt[name][:, :1]
+    return given if encoded is None else {**given, "encoder_outputs": (encoded,)}
+
+
 def forget_longest(model: nn.Module) -> None:
     """Before a new sequence, while running: rotary frequencies that grew with the longest one so far shrink again.
 
@@ -193,9 +273,12 @@ def forget_longest(model: nn.Module) -> None:
                 getattr(module, f"{prefix}inv_freq").copy_(original)
 
 
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params", "mems", "state")
+
+
 def cache_of(output: Any) -> Any:
     """The cache that a forward pass returned, whatever this architecture calls it; None without one."""
-    for name in ("cache", "past_key_values", "cache_params", "mems"):
+    for name in _CACHE_NAMES:
         if (cache := getattr(output, name, None)) is not None:
             return cache
     return None
@@ -204,7 +287,7 @@ def cache_of(output: Any) -> Any:
 def cache_argument(model: nn.Module) -> str:
     """What this architecture's forward calls the cache that it takes back."""
     parameters = inspect.signature(model.forward).parameters
-    return next((n for n in ("cache", "past_key_values", "cache_params", "mems") if n in parameters), "past_key_values")
+    return next((n for n in _CACHE_NAMES if n in parameters), "past_key_values")
 
 
 def tensors_in(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:

@@ -16,14 +16,14 @@ from overspill.model.gguf import config_from_gguf, sources_of_gguf
 from overspill.model.misfits import refuse_misfits
 from overspill.model.sources import Conversion, Extents, Live, Source, converted, single
 from overspill.model.stacks import Stack, find_stacks
-from overspill.model.trace import Trace, trace
+from overspill.model.trace import Reads, Trace, trace
 from overspill.model.weights import (
     ModelMap,
     Role,
     Routing,
     Weight,
-    is_looked_up,
     name_in_stacks,
+    reads_of,
     role_of,
 )
 
@@ -54,7 +54,7 @@ def context_tokens(config: PretrainedConfig, asked: int | None) -> int:
     """
     text = config.get_text_config(decoder=True)
     own = next(
-        (int(v) for n in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+        (int(v) for n in ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len", "seq_length")
          if isinstance(v := getattr(text, n, None), int) and v > 0),
         asked or DEFAULT_CONTEXT_TOKENS,
     )  # fmt: skip
@@ -91,15 +91,29 @@ def map_model(
 ) -> ModelMap:
     """Map every parameter of the architecture onto the checkpoint, from headers alone.
 
-    Raises UnsupportedModelError listing the parameters that no checkpoint tensor covers, and those whose shapes
-    differ, before any weight is read.
+    The class is the one that the checkpoint names, or where transformers cannot run that over text, the causal language
+    model of the same configuration, without towers. Raises UnsupportedModelError listing the parameters that no
+    checkpoint tensor covers, and those whose shapes differ, before any weight is read.
     """
-    skeleton = hf.build_skeleton(config, dtype, trust_remote_code=trust_remote_code)
-    if checkpoint.format == "gguf":
-        sources, unused = sources_of_gguf(checkpoint, skeleton)
-    else:
-        sources, unused = _safetensors_sources(checkpoint, skeleton)
-    return _join(skeleton, sources, unused, checkpoint, tokens=tokens, sequences=sequences)
+
+    def mapped(*, text_alone: bool) -> ModelMap:
+        skeleton = hf.build_skeleton(config, dtype, trust_remote_code=trust_remote_code, text_alone=text_alone)
+        if checkpoint.format == "gguf":
+            sources, unused = sources_of_gguf(checkpoint, skeleton)
+        else:
+            sources, unused = _safetensors_sources(checkpoint, skeleton)
+        return _join(skeleton, sources, unused, checkpoint, tokens=tokens, sequences=sequences)
+
+    own = mapped(text_alone=False)
+    if own.trace.failure is None or not hf.has_text_class(config, own.skeleton):
+        return own
+    text = mapped(text_alone=True)
+    if text.trace.failure is not None:
+        return own
+    note = (
+        f"{own.architecture} does not run over text in this transformers ({own.trace.failure}), so its language model "
+    )
+    return replace(text, notes=(f"{note}alone is loaded, as {text.architecture}",))
 
 
 def map_live(model: nn.Module, *, tokens: int, sequences: int = 1) -> ModelMap:
@@ -135,6 +149,7 @@ def _join(
 ) -> ModelMap:
     stacks = find_stacks(skeleton)
     traced = _trace(skeleton, stacks, tokens=tokens, sequences=sequences)
+    stacks = _stacks_as_run(stacks, traced)
     parameters = dict(skeleton.named_parameters(remove_duplicate=False))
     names_of: dict[int, list[str]] = {}
     for name, tensor in skeleton.state_dict(keep_vars=True).items():
@@ -169,6 +184,18 @@ def _join(
         stamps(checkpoint) if checkpoint is not None else {},
         unused,
     )
+
+
+def _stacks_as_run(stacks: tuple[Stack, ...], traced: Trace) -> tuple[Stack, ...]:
+    """`stacks` by what decoding reads: one of which it reads nothing is a tower.
+
+    The decoder stays the first of them, unless it is one.
+    """
+    if traced.reads is None:
+        return stacks
+    read = (*traced.reads, *(f"{path}." for path in traced.experts_top_k))
+    named = [replace(stack, tower=not any(name.startswith(f"{stack.path}.") for name in read)) for stack in stacks]
+    return tuple(sorted(named, key=lambda stack: stack.tower))
 
 
 def _trace(skeleton: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences: int) -> Trace:
@@ -207,6 +234,10 @@ def _weight(
          if role is Role.ROUTED_EXPERT and name.full.startswith(f"{module}.") and tensor.dim() > 1),
         None,
     )  # fmt: skip
+    if traced.reads is None or role is Role.ROUTED_EXPERT:
+        reads = reads_of(skeleton, names, role, tuple(tensor.shape), tensor.dtype)
+    else:
+        reads = traced.reads.get(names[0], Reads())
     return Weight(
         name,
         role,
@@ -215,9 +246,10 @@ def _weight(
         source,
         aliases=tuple(names[1:]),
         routing=routing,
-        rows_read=(looked_up := is_looked_up(skeleton, names)),
-        whole_read=not looked_up or role is Role.HEAD,
+        reads=reads,
+        runs=max(1, traced.layer_order.count((name.stack, name.layer))) if name.stack and name.layer is not None else 1,
         read_outside=_read_outside(names, stacks, traced),
+        written=names[0] in traced.written,
     )
 
 

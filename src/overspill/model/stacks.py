@@ -12,7 +12,10 @@ from overspill.model.hf import DecoderLayer
 
 @dataclass(frozen=True)
 class Stack:
-    """A ModuleList of layers; `path` is its dotted name. A tower is a stack beside the decoder (vision, encoder)."""
+    """A ModuleList of layers; `path` is its dotted name.
+
+    A tower is a stack that decoding does not pass (vision, an encoder).
+    """
 
     path: str
     layers: int

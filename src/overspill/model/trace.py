@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
+import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +17,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from overspill.model.hf import cache_argument, cache_of, tensors_in
+from overspill.model.hf import cache_argument, cache_of, decode_inputs, inputs, tensors_in
 from overspill.model.hf_experts import observed_experts
 from overspill.model.stacks import Stack
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a step reads of a weight: `whole_bytes` whatever the tokens, `token_bytes` for each of them (rows).
+
+    `times` is how often it goes there.
+    """
+
+    whole_bytes: float = 0
+    token_bytes: float = 0
+    times: int = 0
 
 
 @dataclass(frozen=True)
@@ -27,9 +40,12 @@ class Trace:
 
     `kv_cache_bytes` is the cache after the prompt, `kv_token_bytes` what one token takes in all its layers (also in
     those that keep only a window), `working_bytes` the most that was held beside it and the weights.
-    `outside_reads` are weights of a layer that were read while another module ran, `layer_order` the layers as they
-    ran, as (stack path, number). `failure` says why the architecture could not be traced; the rest is then empty.
-    `decode_failure` says why only the prompt pass could be.
+    `outside_reads` are weights of a layer that were read while another module ran, `written` those that the
+    architecture changes while it runs. `reads` is what a decode step reads of each parameter but routed experts; where
+    none could be traced, what the prompt pass does. `layer_order` are the layers as they ran in the prompt pass, as
+    (stack path, number). `guesses` counts the values that the architecture asked for, which there are none of on meta.
+    `failure` says why the architecture could not be traced; the rest is then empty. `decode_failure` says why only the
+    prompt pass could be.
     """
 
     tokens: int
@@ -38,8 +54,11 @@ class Trace:
     kv_token_bytes: int = 0
     working_bytes: int = 0
     outside_reads: frozenset[str] = frozenset()
+    written: frozenset[str] = frozenset()
+    reads: Mapping[str, Reads] | None = None
     layer_order: tuple[tuple[str, int], ...] = ()
     experts_top_k: Mapping[str, int] = field(default_factory=dict)
+    guesses: int = 0
     failure: str | None = None
     decode_failure: str | None = None
 
@@ -51,10 +70,11 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
         for stack in stacks
         for number in range(stack.layers)
     }
-    owners: dict[int, list[tuple[str, nn.Module]]] = {}  # a tied weight may lie in several layers
+    owners: dict[str, list[tuple[str, nn.Module]]] = {}  # by the first name; a tied weight may lie in several layers
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
     for layer in layers:
         for name, parameter in _named_below(model, layer):
-            owners.setdefault(id(parameter), []).append((name, layer))
+            owners.setdefault(first[id(parameter)], []).append((name, layer))
     order: list[tuple[str, int]] = []
     running: list[nn.Module] = []
     outside: set[str] = set()
@@ -68,8 +88,8 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         running.pop()
 
-    def read(tensor: torch.Tensor) -> None:
-        holders = owners.get(id(tensor), [])
+    def read(name: str) -> None:
+        holders = owners.get(name, [])
         if not any(layer in running for _, layer in holders):
             outside.update(name for name, _ in holders)
 
@@ -79,15 +99,13 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
             stack.callback(layer.register_forward_hook(leave).remove)
         stack.enter_context(observed_experts(model, lambda experts, k: top_k.__setitem__(paths[experts], k)))
         stack.enter_context(_buffers_on_meta(model))
-        stack.enter_context(_without_padding_token(model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_FusedAttention())
         observer = stack.enter_context(_Observer(model, read))
         stack.enter_context(torch.device("meta"))
-        ids = torch.zeros(sequences, tokens, dtype=torch.long)
-        extra = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        given = inputs(model, tokens=tokens, sequences=sequences)
         try:
-            output = model(input_ids=ids, use_cache=True, **extra)
+            output = model(**given, use_cache=True)
             kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(cache_of(output))}
             kv_cache_bytes = sum(kept.values())
             kv_token_bytes = sum(map(_token_bytes, tensors_in(cache_of(output))))
@@ -95,9 +113,12 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
         except Exception as error:  # an architecture's own code may do anything on meta; the reason is kept and shown
             return Trace(tokens, sequences, failure=_first_line(error))
         decode_failure = None
+        reads = observer.reads(sequences * tokens)
         if (cache := cache_of(output)) is not None:
+            observer.forget_reads()
             try:
-                model(input_ids=ids[:, :1], use_cache=True, **{cache_argument(model): cache}, **extra)
+                model(**decode_inputs(model, given, output), use_cache=True, **{cache_argument(model): cache})
+                reads = observer.reads(sequences)
             except Exception as error:  # as above
                 decode_failure = _first_line(error)
     return Trace(
@@ -107,8 +128,11 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
         kv_token_bytes,
         max(0, observer.peak_bytes - kv_cache_bytes),
         frozenset(outside),
+        frozenset(observer.written),
+        reads,
         prompt_order,
         top_k,
+        observer.guesses,
         decode_failure=decode_failure,
     )
 
@@ -148,20 +172,6 @@ def _buffers_on_meta(model: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-@contextmanager
-def _without_padding_token(model: nn.Module) -> Iterator[None]:
-    """So that no architecture looks among the token ids for padding, to warn of it: on meta there is nothing to see."""
-    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    tokens = {key: config.pad_token_id for key, config in configs.items() if hasattr(config, "pad_token_id")}
-    try:
-        for key in tokens:
-            configs[key].pad_token_id = None
-        yield
-    finally:
-        for key, token in tokens.items():
-            configs[key].pad_token_id = token
-
-
 class _FusedAttention(TorchFunctionMode):
     """Attention as the fused kernels do it: no matrix of scores is kept."""
 
@@ -174,23 +184,86 @@ class _FusedAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+# -- what depends on values ----------------------------------------------------------------------------------------
+#
+# On meta there are none. A number that an architecture asks for is 0, a truth False, and a mask chooses everything:
+# checks of the input find nothing, and what is computed of chosen rows is counted for all of them.
+
+
+def _scalar(tensor: torch.Tensor) -> Any:
+    return torch.zeros((), dtype=tensor.dtype, device="cpu").item()
+
+
+def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.numel(), tensor.dim(), dtype=torch.long, device="meta")
+
+
+def _index(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
+    return torch.ops.aten.index.Tensor(tensor, _rows(indices))  # type: ignore[no-any-return]
+
+
+def _index_put(tensor: torch.Tensor, indices: list[torch.Tensor | None], *rest: Any) -> torch.Tensor:
+    return torch.ops.aten.index_put_.default(tensor, _rows(indices), *rest)  # type: ignore[no-any-return]
+
+
+def _rows(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """`indices` with the rows that each mask chooses in its place."""
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        masks = index is not None and index.dtype is torch.bool
+        found += _nonzero(index).unbind(1) if masks and index is not None else [index]
+    return found
+
+
+_GUESSED = {
+    torch.ops.aten._local_scalar_dense.default: _scalar,
+    torch.ops.aten.nonzero.default: _nonzero,
+    torch.ops.aten.index.Tensor: _index,
+    torch.ops.aten.index_put_.default: _index_put,
+}
+
+
+_GATHERS = frozenset({"embedding", "index_select", "index", "gather"})
+
+
 class _Observer(TorchDispatchMode):
-    """Shows each tensor that an operation reads, and follows the bytes of what operations return."""
+    """Shows each parameter that an operation reads, by name, and follows the bytes of what operations return.
+
+    What they read of parameters is counted as a device counts it that reads them across a link: a view costs nothing,
+    what gathers rows reads those.
+    """
 
     def __init__(self, model: nn.Module, read: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.read = read
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = self.guesses = 0
+        self.parameters = {t.untyped_storage()._cdata: name for name, t in model.named_parameters()}
         self.known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        self.whole_bytes: Counter[str] = Counter()
+        self.gathered_bytes: Counter[str] = Counter()
+        self.times: Counter[str] = Counter()
+        self.written: set[str] = set()
+
+    def forget_reads(self) -> None:
+        for counter in (self.whole_bytes, self.gathered_bytes, self.times):
+            counter.clear()
+
+    def reads(self, tokens: int) -> dict[str, Reads]:
+        """What was read since they were forgotten, in a pass over `tokens` tokens."""
+        return {
+            name: Reads(self.whole_bytes[name], self.gathered_bytes[name] / tokens, times)
+            for name, times in self.times.items()
+        }
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for argument in tree_iter((args, kwargs)):
-            if isinstance(argument, torch.Tensor):
-                self.read(argument)
-        result = func(*args, **kwargs)
+        arguments = {id(a): a for a in tree_iter((args, kwargs)) if isinstance(a, torch.Tensor)}
+        guess: Any = _GUESSED.get(func)
+        self.guesses += guess in (_scalar, _nonzero)
+        result = (guess or func)(*args, **kwargs)
+        self._count(func, args, arguments.values(), result)
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
@@ -200,6 +273,27 @@ class _Observer(TorchDispatchMode):
                     self.peak_bytes = max(self.peak_bytes, self.live_bytes)
                     weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes()).atexit = False
         return result
+
+    def _count(self, func: Any, args: tuple[Any, ...], arguments: Iterable[torch.Tensor], result: Any) -> None:
+        """What this operation reads of parameters."""
+        gathers = func.overloadpacket.__name__ in _GATHERS
+        made = {t.untyped_storage()._cdata for t in tree_iter(result) if isinstance(t, torch.Tensor)}
+        for argument in arguments:
+            storage = argument.untyped_storage()._cdata
+            name = self.parameters.get(storage)
+            if name is None or not argument.numel():
+                continue
+            if storage in made:  # a view of it, or itself changed
+                if func._schema.is_mutable:
+                    self.written.add(name)
+                continue
+            self.read(name)
+            self.times[name] += 1
+            if gathers and argument is args[0]:
+                self.gathered_bytes[name] += result.numel() * result.itemsize
+            else:
+                sizes = zip(argument.shape, argument.stride(), strict=True)
+                self.whole_bytes[name] += math.prod(n for n, stride in sizes if stride) * argument.itemsize
 
     def forget(self, key: int, nbytes: int) -> None:
         self.known.discard(key)

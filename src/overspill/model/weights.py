@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,12 +19,12 @@ from overspill.config.selectors import WeightName
 from overspill.machine.arena import tensor_bytes
 from overspill.model.sources import Extents, Source
 from overspill.model.stacks import Stack
+from overspill.model.trace import Reads, Trace
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from overspill.checkpoint import Checkpoint, FileStamp
-    from overspill.model.trace import Trace
 
 
 class Role(StrEnum):
@@ -58,9 +59,11 @@ class Routing:
 class Weight:
     """One parameter, or one buffer that a checkpoint holds. Tied names are one weight: `name` and `aliases`.
 
-    An embedding is read by rows (`rows_read`) only; tied to the head, whole (`whole_read`) as well.
+    `reads` is what a step reads of it: of an embedding rows, tied to the head the whole as well, of a tower nothing.
+    `runs` is how often a pass runs its layer.
     `twins` are what the checkpoint holds under its other tied names; loading refuses where they differ.
-    `read_outside`: another module than its layer reads it, so a ring buffer cannot hold it.
+    `read_outside`: another module than its layer reads it, so a ring buffer cannot hold it. `written`: the architecture
+    itself changes it while it runs.
     """
 
     name: WeightName
@@ -70,10 +73,16 @@ class Weight:
     source: Source
     aliases: tuple[str, ...] = ()
     routing: Routing | None = None
-    rows_read: bool = False
-    whole_read: bool = True
+    reads: Reads = field(default_factory=Reads)
+    runs: int = 1
     twins: tuple[Extents, ...] = ()
     read_outside: bool = False
+    written: bool = False
+
+    @property
+    def static(self) -> bool:
+        """Whether it may lie in a ring buffer, or in its file: read in its own layer alone, and never written."""
+        return not self.read_outside and not self.written
 
     @property
     def full(self) -> str:
@@ -91,14 +100,8 @@ class Weight:
     def step_bytes(self, tokens: int) -> float:
         """Bytes that one step over `tokens` tokens reads of this weight where it lies; expected, for experts."""
         if self.routing is not None:
-            return self.nbytes * self.routing.touched(tokens)
-        rows = self.nbytes / self.shape[0] * min(tokens, self.shape[0]) if self.rows_read else 0.0
-        return rows + self.nbytes * self.whole_read
-
-    @property
-    def step_reads(self) -> int:
-        """How often a step goes to this weight."""
-        return self.rows_read + self.whole_read
+            return self.nbytes * self.routing.touched(tokens) * self.runs
+        return self.reads.whole_bytes + min(self.reads.token_bytes * tokens, self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,30 @@ class ModelMap:
     checkpoint: Checkpoint | None
     stamps: Mapping[Path, FileStamp] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether token ids are what it is given; sound or images alone are not text to go on from."""
+        return getattr(self.skeleton, "main_input_name", "input_ids") == "input_ids"
+
+    @property
+    def encodes(self) -> bool:
+        """Whether an encoder reads what is given, and a decoder answers."""
+        return "decoder_input_ids" in inspect.signature(self.skeleton.forward).parameters
+
+    @property
+    def decoder(self) -> Stack:
+        """The stack whose layers a ring brings."""
+        return self.stacks[0]
+
+    @property
+    def rounds(self) -> int:
+        """How often a pass runs all layers of the decoder, one after the other; 0 where it does not run them so."""
+        order = [number for path, number in self.trace.layer_order if path == self.decoder.path]
+        first = order[: self.decoder.layers]
+        times = len(order) // self.decoder.layers
+        return times if len(set(first)) == self.decoder.layers and order == first * times else 0
 
     @property
     def nbytes(self) -> int:
@@ -173,10 +200,17 @@ def role_of(model: nn.Module, name: WeightName, aliases: Iterable[str], routed_m
     return Role.EMBEDDING if isinstance(owners[0], nn.Embedding) else Role.OTHER
 
 
-def is_looked_up(model: nn.Module, names: Iterable[str]) -> bool:
-    """Whether any of the weight's names is the table of an embedding, of which a step reads rows."""
+def reads_of(model: nn.Module, names: Iterable[str], role: Role, shape: tuple[int, ...], dtype: torch.dtype) -> Reads:
+    """What a step reads of a weight that no trace saw: of an embedding's table rows, of others all.
+
+    What is the table of an embedding and the head under another of its `names` is both.
+    """
+    nbytes = tensor_bytes(shape, dtype)
     owners = (model.get_submodule(name.rpartition(".")[0]) for name in names)
-    return any(isinstance(owner, nn.Embedding) for owner in owners)
+    if not any(isinstance(owner, nn.Embedding) for owner in owners):
+        return Reads(whole_bytes=nbytes, times=1)
+    whole = role is Role.HEAD
+    return Reads(whole_bytes=nbytes * whole, token_bytes=nbytes / shape[0], times=1 + whole)
 
 
 def _got(model: nn.Module, getter: str) -> nn.Module | None:

@@ -64,6 +64,8 @@ def within_memory(
         moved = choice.experts.moved()
         free = [w for w in model if w.full not in moved and w.role is not Role.BUFFER and w.nbytes]
         found = ring_from_disk(candidates(model, free), lambda weights: ring_layers(model, weights), excess)
+        if found is not None:
+            found = (replace(found[0], rounds=model.rounds or 1), found[1])
     else:
         excess = memory.host_bytes + memory.staging_bytes - memory.available_host_bytes
         if excess <= 0 or choice.ring is None or not choice.ring.look_ahead:
@@ -142,17 +144,16 @@ def _stay(weights: Iterable[Weight]) -> str:
 
 
 def candidates(model: ModelMap, free: Sequence[Weight]) -> list[Weight]:
-    """Of `free` the weights that a ring can bring from disk: of layers that a pass runs once, and read there only."""
+    """Of `free` the weights that a ring can bring from disk: of layers run in order, and read there only."""
     order = model.trace.layer_order
     return [
         weight
         for weight in free
-        if weight.name.stack is not None
+        if weight.name.stack == model.decoder.path
         and weight.name.layer is not None
-        and not weight.name.tower
-        and not weight.read_outside
+        and weight.static
         and lies_on_disk(weight)
-        and (not order or order.count((weight.name.stack, weight.name.layer)) == 1)
+        and (not order or model.rounds or order.count((weight.name.stack, weight.name.layer)) == 1)
     ]
 
 

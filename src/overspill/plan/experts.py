@@ -102,7 +102,7 @@ def _placed(
 ) -> tuple[list[tuple[ExpertBlock, str]], list[str]]:
     """The blocks that rules put on the CPU, each with why; and what the rules also name that stays."""
     rules = placement.rules
-    layers = max(stack.layers for stack in model.stacks if not stack.tower)
+    layers = model.decoder.layers
     if placement.n_cpu_moe is not None and placement.n_cpu_moe > layers:
         raise ConfigError(
             f"n_cpu_moe is {placement.n_cpu_moe}, above the {layers} layers of {model.architecture}",
@@ -217,7 +217,7 @@ def _few(names: Sequence[str]) -> str:
 def _placement_notes(model: ModelMap, reasons: Sequence[tuple[ExpertBlock, str]]) -> list[str]:
     if not reasons:
         return []
-    count, layers = len(reasons), max(stack.layers for stack in model.stacks if not stack.tower)
+    count, layers = len(reasons), model.decoder.layers
     run = "run their" if count > 1 else "runs its"
     nbytes = format_bytes(sum(block.nbytes for block, _ in reasons))
     return [f"device placement: {count} of {layers} layers {run} routed experts on the CPU, {nbytes} of weights"]

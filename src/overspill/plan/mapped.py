@@ -55,6 +55,8 @@ def obstacles(model: ModelMap, *, unified: bool) -> dict[str, str]:
 def _obstacle(weight: Weight, experts: int | None) -> str | None:
     if weight.role is Role.BUFFER:
         return "buffers, which a model may write"
+    if weight.written:
+        return "changed by the architecture while it runs"
     if isinstance(weight.source, Live):
         return "in memory already"
     if needs_conversion(weight):

@@ -234,15 +234,15 @@ def _step(layout: Layout, tokens: int, device: Device) -> StepForecast:
         in_place_bytes=tokens * sum(b.hidden_size * next(iter(b.weights.values())).dtype.itemsize for b in placed),
         stream_bytes=slots.expected_bytes(tokens) if slots is not None else 0.0,
         disk_bytes=ring.disk_pass_bytes if ring is not None else 0,
-        transfers=sum(w.step_reads for w in zero_copy)
-        + (len(ring.copied) if ring is not None and linked else 0)
+        transfers=sum(weight.reads.times for weight in zero_copy)
+        + (ring.transfers if ring is not None and linked else 0)
         + len(placed),
         link=device.link,
     )
 
 
 def _model_notes(model: ModelMap, placements: Sequence[Placement]) -> list[str]:
-    notes = []
+    notes = list(model.notes)
     if decoded := conversions(tuple(p.weight for p in placements if p.tier is not Tier.DISK)):
         operations = [f"{count} {why}" for why, count in sorted(Counter(why for _, why in decoded).items())]
         total = sum(weight.nbytes for weight, _ in decoded)

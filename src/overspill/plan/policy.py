@@ -55,7 +55,7 @@ def _budget(model: ModelMap, free: Sequence[Weight], offload: OffloadConfig, ord
     if order == "declaration" or not zero_copy:  # vLLM reaches the layers only; a staged copy is made layer by layer
         eligible = [w for w in eligible if w.name.stack is not None]
     if not zero_copy:
-        eligible = [w for w in eligible if not w.read_outside and not w.name.tower]
+        eligible = [w for w in eligible if w.static and w.name.stack == model.decoder.path]
     eligible = _selected(eligible, offload.uva.cpu_offload_params, "cpu_offload_params")
     if order == "traffic":
         eligible = sorted(eligible, key=lambda w: (w.step_bytes(1) / w.nbytes, -w.nbytes))
@@ -83,18 +83,21 @@ def _budget(model: ModelMap, free: Sequence[Weight], offload: OffloadConfig, ord
         notes[0] += f" (the last one overshoots it by {format_bytes(total - budget)})"
     if zero_copy:
         return Choice(moved, None, tuple(notes), tuple(warnings))
-    ring = Ring(ring_layers(model, [w for w in eligible if w.full in moved]), step=1, look_ahead=False)
+    layers = ring_layers(model, [w for w in eligible if w.full in moved])
+    ring = Ring(layers, step=1, look_ahead=False, rounds=model.rounds or 1)
     _refuse_no_saving(ring, "cpu_offload_gb without zero-copy", "a larger budget: weights of more than one layer")
     notes.append(
         "without zero-copy each layer's weights are copied when the layer runs, into one buffer, with no overlap"
     )
-    return Choice(moved, ring, tuple(notes), (*warnings, *_untraced(model)))
+    return Choice(moved, ring, (*notes, *_guessed(model)), (*warnings, *_untraced(model)))
 
 
 def _why_budget(weight: Weight, order: str) -> str:
     if order == "declaration":
         return "budget, in declaration order"
-    if not weight.whole_read:
+    if not weight.step_bytes(1):
+        return "budget: decoding does not read it"
+    if not weight.reads.whole_bytes and weight.routing is None:
         return "budget: a step reads only the rows it looks up"
     if weight.routing is not None:
         return f"budget: a token reads {weight.routing.top_k} of {weight.routing.experts} experts"
@@ -111,7 +114,7 @@ def _prefetch(model: ModelMap, free: Sequence[Weight], offload: OffloadConfig) -
         settings.offload_num_in_group,
         settings.offload_prefetch_step,
     )
-    decoder = next(stack for stack in model.stacks if not stack.tower)
+    decoder = model.decoder
     chosen = [n for n in range(decoder.layers) if n % size >= size - num]
     if not chosen:
         raise ConfigError(
@@ -121,22 +124,26 @@ def _prefetch(model: ModelMap, free: Sequence[Weight], offload: OffloadConfig) -
         )
     inside = [w for w in free if w.name.stack == decoder.path]
     inside = _selected(inside, settings.offload_params, "offload_params")
-    repeated = _layers_not_run_once(model, decoder.path)
+    repeated = _layers_not_run_once(model)
     notes: list[str] = []
     warnings: list[str] = []
     if skipped := sorted(repeated & set(chosen)):
         notes.append(f"layers {skipped} of {decoder.path} stay resident: a pass does not run each of them exactly once")
     if outside := [w.full for w in inside if w.read_outside and w.name.layer in chosen]:
         notes.append(f"read outside their layer, so resident: {', '.join(outside)}")
-    kept = [w for w in inside if w.name.layer in chosen and w.name.layer not in repeated and not w.read_outside]
+    if written := [w.full for w in inside if w.written and w.name.layer in chosen]:
+        notes.append(f"changed by the architecture while it runs, so resident: {', '.join(written)}")
+    kept = [w for w in inside if w.name.layer in chosen and w.name.layer not in repeated and w.static]
     layers = ring_layers(model, kept)
+    if model.rounds > 1:
+        notes.append(f"a pass runs the layers of {decoder.path} {model.rounds} times, and brings them as often")
     if not layers:
         raise ConfigError(
             f"prefetch can take no weight of the layers that the group rule names ({decoder.path} {chosen})"
             + "".join(f"; {note}" for note in notes),
             hint="another offload_group_size, other offload_params, or uva",
         )
-    ring = Ring(layers, step)
+    ring = Ring(layers, step, rounds=model.rounds or 1)
     if step >= len(layers):
         raise ConfigError(
             f"offload_prefetch_step ({step}) is not smaller than the {len(layers)} offloaded layers: every layer would "
@@ -159,7 +166,16 @@ def _prefetch(model: ModelMap, free: Sequence[Weight], offload: OffloadConfig) -
         )
     reason = f"group rule: layer mod {size} >= {size - num}"
     moved = {w.full: (Access.PREFETCH, reason) for layer in layers for w in layer.weights}
-    return Choice(moved, ring, tuple(notes), (*warnings, *_untraced(model)))
+    return Choice(moved, ring, (*notes, *_guessed(model)), (*warnings, *_untraced(model)))
+
+
+def _guessed(model: ModelMap) -> list[str]:
+    if not model.trace.guesses:
+        return []
+    return [
+        f"the architecture asks for {model.trace.guesses} values while it runs, which the trace had to guess: a weight "
+        "that is read outside its layer only where they are others would not be noticed"
+    ]
 
 
 def _untraced(model: ModelMap) -> list[str]:
@@ -181,13 +197,12 @@ def _refuse_no_saving(ring: Ring, what: str, hint: str) -> None:
         )
 
 
-def _layers_not_run_once(model: ModelMap, stack: str) -> set[int]:
-    """Layers of a traced model that a pass runs twice or not at all; a ring could not hold them."""
-    order = [number for path, number in model.trace.layer_order if path == stack]
-    if not order:
+def _layers_not_run_once(model: ModelMap) -> set[int]:
+    """Layers of a traced decoder that a pass does not run in rounds over all of them; a ring would not hold them."""
+    order = [number for path, number in model.trace.layer_order if path == model.decoder.path]
+    if not order or model.rounds:
         return set()
-    layers = next(s.layers for s in model.stacks if s.path == stack)
-    return {number for number in range(layers) if order.count(number) != 1}
+    return {number for number in range(model.decoder.layers) if order.count(number) != 1}
 
 
 def ring_layers(model: ModelMap, weights: Sequence[Weight]) -> tuple[RingLayer, ...]:

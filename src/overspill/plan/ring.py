@@ -104,12 +104,14 @@ class RingLayer:
 class Ring:
     """`step` device buffers, each as large as the largest of `layers` (in the order in which they run).
 
-    With `look_ahead` False nothing is copied before the layer that needs it runs.
+    With `look_ahead` False nothing is copied before the layer that needs it runs. A pass runs all of them `rounds`
+    times, one round after the other.
     """
 
     layers: tuple[RingLayer, ...]
     step: int
     look_ahead: bool = True
+    rounds: int = 1
 
     @property
     def buffer_bytes(self) -> int:
@@ -127,7 +129,7 @@ class Ring:
 
     @property
     def copied(self) -> tuple[RingLayer, ...]:
-        """The layers that each pass copies. One that has a buffer to itself stays there once it has come."""
+        """The layers that each round copies. One that has a buffer to itself stays there once it has come."""
         if not self.look_ahead:
             return self.layers
         users = Counter(buffer_of(index, self.step) for index in range(len(self.layers)))
@@ -136,12 +138,18 @@ class Ring:
     @property
     def pass_bytes(self) -> int:
         """Bytes that come in one pass over the model."""
-        return sum(layer.nbytes for layer in self.copied)
+        return self.rounds * sum(layer.nbytes for layer in self.copied)
 
     @property
     def disk_pass_bytes(self) -> int:
         """Those of them that are read from disk."""
-        return sum(weight.nbytes for layer in self.copied if layer.tier is Tier.DISK for weight in layer.weights)
+        on_disk = (layer for layer in self.copied if layer.tier is Tier.DISK)
+        return self.rounds * sum(weight.nbytes for layer in on_disk for weight in layer.weights)
+
+    @property
+    def transfers(self) -> int:
+        """How many layers come in one pass over the model."""
+        return self.rounds * len(self.copied)
 
     def on(self, tier: Tier) -> tuple[RingLayer, ...]:
         return tuple(layer for layer in self.layers if layer.tier is tier)
