@@ -33,7 +33,7 @@ MODELS = (
 )  # fmt: skip
 ITS_OWN_LOOP = {
     "llama4": "Llama4ForCausalLM computes its routed experts .* by itself",
-    "dbrx": "DbrxForCausalLM could not be traced",
+    "dbrx": "DbrxForCausalLM computes its routed experts .* by itself",
     "jetmoe": "JetMoeForCausalLM could not be traced",
 }
 EVERY_WAY = ("qwen3_moe", "mixtral", "gpt_oss")

@@ -13,9 +13,11 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from emulated_runs import DISABLE_UVA, emulated, settings_for
+from overspill.errors import UnsupportedModelError
 from overspill.machine.device import Transfer
 from overspill.machine.emulated import EmulatedDevice
 from overspill.model.map import map_live
+from overspill.model.trace import Trace
 from overspill.model.weights import ModelMap
 from overspill.offload.placed import PlacedModel, place
 from overspill.plan import Access, make_plan
@@ -222,6 +224,62 @@ def test_a_layer_that_runs_twice_a_pass_stays_on_the_device() -> None:
         logits, moved = run(placed)
         assert torch.equal(logits, expected(Chain(5, order)))
         assert moved == ring.pass_bytes
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_layers_run_in_rounds_are_brought_in_each(step: int) -> None:
+    order = [*range(4)] * 3
+    placed = placed_chain(mapped_chain(Chain(4, order)), prefetch(step=step))
+    ring = placed.plan.ring
+    assert ring is not None
+    assert placed.prefetcher is not None
+    assert len(ring.layers) == 4
+    assert any("3 times" in note for note in placed.plan.notes)
+    for _ in range(2):
+        logits, moved = run(placed)
+        assert torch.equal(logits, expected(Chain(4, order)))
+        assert moved == ring.pass_bytes == 3 * sum(layer.nbytes for layer in ring.copied)
+    assert placed.prefetcher.out_of_turn == 0
+
+
+def test_layers_run_in_rounds_are_read_as_often_across_the_link() -> None:
+    placed = placed_chain(mapped_chain(Chain(4, [*range(4)] * 3)), {"uva": {"cpu_offload_gb": 1}})
+    logits, moved = run(placed)
+    assert torch.equal(logits, expected(Chain(4, [*range(4)] * 3)))
+    weights = {w.full: w for w in placed.plan.model}
+    assert weights["layers.2.linear.weight"].step_bytes(1) == 3 * weights["layers.2.linear.weight"].nbytes
+    assert moved == sum(weight.step_bytes(IDS.shape[1]) for weight in weights.values())
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_layer_that_runs_within_another_never_shares_its_buffer(known: bool) -> None:
+    """Seen in the trace such layers stay on the device; unseen, the pass fails and says why."""
+
+    def nested() -> Chain:
+        model = Chain(4, [0, 2, 3])
+        inner, outer = model.layers[1], model.layers[2]
+        forward: Any = outer.forward
+        outer.forward = lambda hidden: forward(inner(hidden))  # type: ignore[method-assign]
+        return model
+
+    mapped = mapped_chain(nested())
+    if known:
+        placed = placed_chain(mapped, prefetch(step=1))
+        assert placed.plan.ring is not None
+        assert [layer.number for layer in placed.plan.ring.layers] == [0, 3]
+        assert torch.equal(run(placed)[0], expected(nested()))
+        return
+    unread = tuple(replace(weight, read_outside=False) for weight in mapped)
+    blind = replace(mapped, trace=Trace(3, 1, failure="blind"), weights=unread)
+    placed = placed_chain(blind, prefetch(step=1))
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1 runs while layers\.2 does"):
+        run(placed)
+    model = placed.model
+    assert isinstance(model, Chain)
+    model.order = [0, 1, 3]  # what is left of it runs
+    twin = nested()
+    twin.order = [0, 1, 3]
+    assert torch.equal(run(placed)[0], expected(twin))
 
 
 def test_the_ring_follows_the_order_in_which_layers_run() -> None:

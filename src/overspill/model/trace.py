@@ -40,10 +40,11 @@ class Trace:
 
     `kv_cache_bytes` is the cache after the prompt, `kv_token_bytes` what one token takes in all its layers (also in
     those that keep only a window), `working_bytes` the most that was held beside it and the weights.
-    `outside_reads` are weights of a layer that were read while another module ran, `written` those that the
-    architecture changes while it runs. `reads` is what a decode step reads of each parameter but routed experts; where
-    none could be traced, what the prompt pass does. `layer_order` are the layers as they ran in the prompt pass, as
-    (stack path, number). `guesses` counts the values that the architecture asked for, which there are none of on meta.
+    `outside_reads` are weights of a layer that were read while another module ran, or that runs within another;
+    `written` those that the architecture changes while it runs. `reads` is what a decode step reads of each parameter
+    but routed experts; where none could be traced, what the prompt pass does. `layer_order` are the layers as they ran
+    in the prompt pass, as (stack path, number). `guesses` counts the values that the architecture asked for, which
+    there are none of on meta.
     `failure` says why the architecture could not be traced; the rest is then empty. `decode_failure` says why only the
     prompt pass could be.
     """
@@ -72,8 +73,11 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
     }
     owners: dict[str, list[tuple[str, nn.Module]]] = {}  # by the first name; a tied weight may lie in several layers
     first = {id(parameter): name for name, parameter in model.named_parameters()}
-    for layer in layers:
-        for name, parameter in _named_below(model, layer):
+    weights: dict[nn.Module, list[str]] = {}
+    for layer, (path, number) in layers.items():
+        named = dict(layer.named_parameters(prefix=f"{path}.{number}"))
+        weights[layer] = [*named]
+        for name, parameter in named.items():
             owners.setdefault(first[id(parameter)], []).append((name, layer))
     order: list[tuple[str, int]] = []
     running: list[nn.Module] = []
@@ -83,6 +87,8 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
 
     def enter(module: nn.Module, args: Any) -> None:
         order.append(layers[module])
+        if running:  # a layer within another: both would be in use at once
+            outside.update(weights[running[-1]], weights[module])
         running.append(module)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -146,30 +152,29 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _named_below(model: nn.Module, layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    path = next(path for path, module in model.named_modules() if module is layer)
-    yield from layer.named_parameters(prefix=path)
-
-
 @contextmanager
 def _buffers_on_meta(model: nn.Module) -> Iterator[None]:
     """Real buffers stand aside for meta ones meanwhile, so that no operation mixes the two.
 
-    What else a pass leaves in the modules is gone afterwards too: some rotary embeddings keep tensors in attributes.
+    What else a pass leaves in the modules is gone afterwards too: some rotary embeddings keep tensors in attributes,
+    some models put parameters in the place of others.
     """
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    before = [
+        (module, dict(vars(module)), dict(module._buffers), dict(module._parameters)) for module in model.modules()
+    ]
     try:
-        for module, _, buffers in before:
+        for module, _, buffers, _ in before:
             for name, buffer in buffers.items():
                 if buffer is not None and buffer.device.type != "meta":
                     module._buffers[name] = torch.empty_like(buffer, device="meta")
         yield
     finally:
-        for module, attributes, buffers in before:
+        for module, attributes, buffers, parameters in before:
             vars(module).clear()
             vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            for now, then in ((module._buffers, buffers), (module._parameters, parameters)):
+                now.clear()
+                now.update(then)  # type: ignore[arg-type]
 
 
 class _FusedAttention(TorchFunctionMode):

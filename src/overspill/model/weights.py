@@ -80,11 +80,6 @@ class Weight:
     written: bool = False
 
     @property
-    def static(self) -> bool:
-        """Whether it may lie in a ring buffer, or in its file: read in its own layer alone, and never written."""
-        return not self.read_outside and not self.written
-
-    @property
     def full(self) -> str:
         return self.name.full
 
@@ -144,6 +139,20 @@ class ModelMap:
         first = order[: self.decoder.layers]
         times = len(order) // self.decoder.layers
         return times if len(set(first)) == self.decoder.layers and order == first * times else 0
+
+    @cached_property
+    def out_of_order(self) -> frozenset[int]:
+        """Layers of a traced decoder that a pass runs neither once nor in rounds over all; no ring holds them."""
+        order = [number for path, number in self.trace.layer_order if path == self.decoder.path]
+        if not order or self.rounds:
+            return frozenset()
+        return frozenset(number for number in range(self.decoder.layers) if order.count(number) != 1)
+
+    def comes_in_turn(self, weight: Weight) -> bool:
+        """Whether a ring can bring the weight: of a decoder layer run in order, read there alone, and never written."""
+        name = weight.name
+        in_decoder = name.stack == self.decoder.path and name.layer is not None
+        return in_decoder and name.layer not in self.out_of_order and not weight.read_outside and not weight.written
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from overspill.checkpoint import Extent
-from overspill.errors import CheckpointError
+from overspill.errors import CheckpointError, UnsupportedModelError
 from overspill.machine.arena import cut
 from overspill.machine.device import Device
 from overspill.model.sources import Extents, runs_of
@@ -30,10 +30,14 @@ POISON_BYTE = 0xFF  # NaN in every float dtype
 
 @dataclass
 class RingBuffer:
-    """One device buffer. `holds` is the ring layer whose bytes are there, or on their way by `fetch`."""
+    """One device buffer. `holds` is the ring layer whose bytes are there, or on their way by `fetch`.
+
+    `used_by` is the layer that runs and reads it.
+    """
 
     data: torch.Tensor
     holds: int | None = None
+    used_by: int | None = None
     fetch: Fetch | None = None
 
 
@@ -135,7 +139,7 @@ class Prefetcher:
 
     def _start(self, index: int) -> None:
         buffer = self._buffer(index)
-        if buffer.holds == index:
+        if buffer.holds == index or buffer.used_by is not None:
             return
         if buffer.fetch is not None:
             buffer.fetch.settle()  # a copy that nobody came for
@@ -150,6 +154,12 @@ class Prefetcher:
     def _before(self, index: int) -> Any:
         def wait(module: nn.Module, args: Any) -> None:
             buffer = self._buffer(index)
+            if buffer.used_by not in (None, index):
+                paths = [self.ring.layers[i].path for i in (index, buffer.used_by)]
+                raise UnsupportedModelError(
+                    f"{paths[0]} runs while {paths[1]} does, and both have one buffer",
+                    hint="uva with zero-copy, which reads every weight where it lies",
+                )
             if buffer.holds != index:
                 self.out_of_turn += self.ring.look_ahead
                 self._start(index)
@@ -161,6 +171,7 @@ class Prefetcher:
                     self._start(index)
                     self._arrive(index)
                 self.stall_s += time.perf_counter() - begun
+            buffer.used_by = index
 
         return wait
 
@@ -173,6 +184,7 @@ class Prefetcher:
 
     def _after(self, index: int) -> Any:
         def release(module: nn.Module, args: Any, output: Any) -> None:
+            self._buffer(index).used_by = None
             if self.ring.look_ahead:
                 self._start(next_index(index, self.ring.step, len(self.ring.layers)))
             elif self.poison:

@@ -144,17 +144,8 @@ def _stay(weights: Iterable[Weight]) -> str:
 
 
 def candidates(model: ModelMap, free: Sequence[Weight]) -> list[Weight]:
-    """Of `free` the weights that a ring can bring from disk: of layers run in order, and read there only."""
-    order = model.trace.layer_order
-    return [
-        weight
-        for weight in free
-        if weight.name.stack == model.decoder.path
-        and weight.name.layer is not None
-        and weight.static
-        and lies_on_disk(weight)
-        and (not order or model.rounds or order.count((weight.name.stack, weight.name.layer)) == 1)
-    ]
+    """Of `free` the weights that a ring can bring from disk."""
+    return [weight for weight in free if model.comes_in_turn(weight) and lies_on_disk(weight)]
 
 
 def ring_from_disk(weights: Sequence[Weight], layers_of: LayersOf, excess: int) -> tuple[Ring, str] | None:

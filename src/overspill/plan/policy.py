@@ -55,7 +55,7 @@ def _budget(model: ModelMap, free: Sequence[Weight], offload: OffloadConfig, ord
     if order == "declaration" or not zero_copy:  # vLLM reaches the layers only; a staged copy is made layer by layer
         eligible = [w for w in eligible if w.name.stack is not None]
     if not zero_copy:
-        eligible = [w for w in eligible if w.static and w.name.stack == model.decoder.path]
+        eligible = [w for w in eligible if model.comes_in_turn(w)]
     eligible = _selected(eligible, offload.uva.cpu_offload_params, "cpu_offload_params")
     if order == "traffic":
         eligible = sorted(eligible, key=lambda w: (w.step_bytes(1) / w.nbytes, -w.nbytes))
@@ -124,16 +124,15 @@ def _prefetch(model: ModelMap, free: Sequence[Weight], offload: OffloadConfig) -
         )
     inside = [w for w in free if w.name.stack == decoder.path]
     inside = _selected(inside, settings.offload_params, "offload_params")
-    repeated = _layers_not_run_once(model)
     notes: list[str] = []
     warnings: list[str] = []
-    if skipped := sorted(repeated & set(chosen)):
+    if skipped := sorted(model.out_of_order & set(chosen)):
         notes.append(f"layers {skipped} of {decoder.path} stay resident: a pass does not run each of them exactly once")
     if outside := [w.full for w in inside if w.read_outside and w.name.layer in chosen]:
         notes.append(f"read outside their layer, so resident: {', '.join(outside)}")
     if written := [w.full for w in inside if w.written and w.name.layer in chosen]:
         notes.append(f"changed by the architecture while it runs, so resident: {', '.join(written)}")
-    kept = [w for w in inside if w.name.layer in chosen and w.name.layer not in repeated and w.static]
+    kept = [w for w in inside if w.name.layer in chosen and model.comes_in_turn(w)]
     layers = ring_layers(model, kept)
     if model.rounds > 1:
         notes.append(f"a pass runs the layers of {decoder.path} {model.rounds} times, and brings them as often")
@@ -195,14 +194,6 @@ def _refuse_no_saving(ring: Ring, what: str, hint: str) -> None:
             f"{format_bytes(ring.pool_bytes)} of buffers: nothing is saved",
             hint=hint,
         )
-
-
-def _layers_not_run_once(model: ModelMap) -> set[int]:
-    """Layers of a traced decoder that a pass does not run in rounds over all of them; a ring would not hold them."""
-    order = [number for path, number in model.trace.layer_order if path == model.decoder.path]
-    if not order or model.rounds:
-        return set()
-    return {number for number in range(model.decoder.layers) if order.count(number) != 1}
 
 
 def ring_layers(model: ModelMap, weights: Sequence[Weight]) -> tuple[RingLayer, ...]:
