@@ -18,11 +18,12 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _conversion_cache(tmp_path_factory: pytest.TempPathFactory):
-    """No test converts weights into the cache of whoever runs it."""
+def _own_folders(tmp_path_factory: pytest.TempPathFactory):
+    """No test converts weights into the cache of whoever runs it, or plans by what was measured there."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OVERSPILL_CACHE_DIR", str(tmp_path_factory.mktemp("converted")))
         environment.delenv("OVERSPILL_CACHE_LIMIT", raising=False)
+        environment.setenv("OVERSPILL_MACHINE_DIR", str(tmp_path_factory.mktemp("machines")))
         yield
 
 

@@ -119,7 +119,7 @@ def test_an_unknown_option_is_refused(tiny: MakeTiny) -> None:
 
 def test_memory_is_refused_before_it_is_taken(tiny: MakeTiny) -> None:
     with pytest.raises(CapacityError, match=r"the limit is 97\.66 KiB"):
-        overspill.load(tiny("llama"), device_memory_bytes=100_000, **EMULATED)
+        overspill.load(tiny("llama"), fit=False, device_memory_bytes=100_000, **EMULATED)
     engine = overspill.load(tiny("llama"), UVA, device_memory_bytes=170_000, **EMULATED)
     assert engine.generate(list(PROMPT), GREEDY, ignore_eos=True).token_ids
 

@@ -20,7 +20,10 @@ from overspill.engine.tokens import tokenizer_of
 from overspill.errors import ConfigError, OverspillWarning
 from overspill.machine.device import Device
 from overspill.machine.memory import host_available_bytes
+from overspill.machine.named import NamedDevice
+from overspill.machine.rates import Rates, load_report
 from overspill.machine.select import select_device
+from overspill.machine.specs import gpu_of_device, named_rates
 from overspill.model.gguf import generation_config_from_gguf
 from overspill.model.hf import load_generation_config
 from overspill.model.map import context_tokens, map_live, map_model, read_config, resolve_dtype
@@ -76,10 +79,21 @@ def prepare(model: str | Path, settings: Settings, device: Device | None = None)
         sequences=1 if engine.max_num_batched_tokens is not None else engine.max_num_seqs,
         trust_remote_code=engine.trust_remote_code,
     )
-    prepared = Prepared(make_plan(mapped, settings, device, context_tokens=tokens), device, checkpoint, settings)
+    made = make_plan(mapped, settings, device, context_tokens=tokens, rates=rates_of(device))
+    prepared = Prepared(made, device, checkpoint, settings)
     if tight:
         vars(prepared)["tokenizer"] = tokenizer
     return prepared
+
+
+def rates_of(device: Device) -> Rates | None:
+    """How fast `device` is: as measured on this machine, else by the data sheet of a GPU that has one here, or None."""
+    if isinstance(device, NamedDevice):
+        return named_rates(device.gpu)
+    if (report := load_report(device)) is not None:
+        return report.rates
+    gpu = gpu_of_device(device.name) if device.kind == "cuda" else None
+    return named_rates(gpu) if gpu is not None else None
 
 
 def start(prepared: Prepared, progress: Callable[[int], None] | None = None) -> Engine:
@@ -161,7 +175,7 @@ def offload(model: nn.Module, offload_config: OffloadDocument, *, tokens: int = 
     device = select_device(settings.engine)
     refuse_device(settings, device)
     mapped = map_live(model, tokens=tokens, sequences=settings.engine.max_num_seqs)
-    made = make_plan(mapped, settings, device, context_tokens=tokens)
+    made = make_plan(mapped, settings, device, context_tokens=tokens, rates=rates_of(device))
     _warn(made)
     model.eval().requires_grad_(False)  # from here on the model is changed
     setattr(model, _PLACED, True)

@@ -43,7 +43,6 @@ REFUSED_UNSEEN: list[tuple[list[str], str]] = [
     (["--max-model-len", "0"], '"max_model_len" is 0'),
     (["--max-num-seqs", "0"], '"max_num_seqs" is 0'),
     (["--seed", "-1"], '"seed" is -1'),
-    (["--offload-config", '{"overspill": {"placement": {"fit": true}}}'], "not built in this version"),
     (["--offload-config", '{"vllm_cpp": {"placement": {"cpu_moe": false}}}', "--cpu-moe"], "the flag --cpu-moe says"),
     (["--n-cpu-moe", "-1"], '"overspill.placement.n_cpu_moe" must not be negative (got -1)'),
     (["--n-cpu-moe", "5000"], "above the bound of 4096"),
@@ -189,7 +188,7 @@ def test_help_shows_every_option_in_its_group(command: str, cli: Cli) -> None:
         option = "--json" if name == "json_output" else f"--{name.replace('_', '-')}"
         assert option in groups[annotation.__metadata__[0].rich_help_panel]
     assert list(groups)[-2:] == ["Output", "Options"]
-    assert len(groups["OffloadConfig"]) == 13
+    assert len(groups["OffloadConfig"]) == 14
 
 
 def test_without_a_command_there_is_help(cli: Cli) -> None:

@@ -28,6 +28,7 @@ def test_json_is_the_plan_and_nothing_else(cli: Cli, talking: Path) -> None:
         "saved_bytes",
         "memory",
         "step",
+        "forecast",
         "ring",
         "placed",
         "slots",
@@ -101,7 +102,7 @@ def test_a_selector_that_matches_nothing_shows_the_closest_names(cli: Cli, talki
 
 
 def test_a_device_that_is_too_small_is_refused_with_a_budget_that_does(cli: Cli, talking: Path) -> None:
-    result = cli("plan", talking, *EMULATED, "--device-memory", "200KiB")
+    result = cli("plan", talking, *EMULATED, "--device-memory", "200KiB", "--no-fit")
     assert result.code == 3
     assert "weights, buffer pool and KV cache need" in result.error
     assert "--cpu-offload-gb" in result.error.partition("hint: ")[2]

@@ -135,7 +135,7 @@ def test_sampling_follows_the_seed(cli: Cli, talking: Path) -> None:
 def test_memory_that_runs_out_is_told_with_a_way_out(cli: Cli, talking: Path) -> None:
     needed = json.loads(cli("plan", talking, *EMULATED, "--json").out)["memory"]["device"]
     resident = needed["total_bytes"] - needed["working_bytes"]
-    result = cli("run", talking, *SHORT, "--device-memory", f"{resident + 512}B", "--prompt", "x" * 30)
+    result = cli("run", talking, *SHORT, "--no-fit", "--device-memory", f"{resident + 512}B", "--prompt", "x" * 30)
     assert result.code == 3
     assert "out of device memory: " in result.error
     assert "hint: offload more weights" in result.error

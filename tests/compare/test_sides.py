@@ -58,7 +58,7 @@ def test_flags_are_the_candidates_and_engine_settings_both_sides(tiny):
     made = contest(tiny("llama"), candidate=None, options=options)
     assert made.baseline is not None
     assert (made.baseline.plan.backend, made.candidate.plan.backend) == (None, "prefetch")
-    assert made.baseline.job.document == {}
+    assert made.baseline.job.document == {"overspill": {"placement": {"fit": False}}}
     for side in (made.baseline, made.candidate):
         settings = resolve(side.job.document, None, side.job.engine)
         assert settings.engine.link_bandwidth == 1e9

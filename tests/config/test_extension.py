@@ -11,7 +11,6 @@ from overspill.config import (
     parse_offload_config,
     placement_warnings,
     resolve,
-    unbuilt_refusals,
 )
 from overspill.config.experts import MAX_N_CPU_MOE
 from overspill.config.extension import stream_warnings
@@ -154,49 +153,6 @@ def test_messages(extension: Any, message: str) -> None:
 
 def test_fit_beside_a_placement_that_asks_for_nothing() -> None:
     assert parsed({"placement": {"fit": True, "overrides": [], "cpu_moe": False, "n_cpu_moe": 0}}).placement.fit
-
-
-@pytest.mark.parametrize(
-    ("extension", "path"),
-    [
-        ({"placement": {"fit": True}}, "placement.fit"),
-    ],
-)
-def test_what_is_not_built_is_refused_by_name(extension: dict[str, Any], path: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        unbuilt_refusals(parsed(extension))
-    assert caught.value.message.startswith(f'"overspill.{path}" is understood but not built in this version: ')
-    assert caught.value.hint is not None
-    assert caught.value.hint.startswith("remove it")
-
-
-def test_everything_unbuilt_is_told_at_once_and_by_what_set_it() -> None:
-    with pytest.raises(ConfigError) as caught:
-        unbuilt_refusals(
-            parsed({"placement": {"fit": True}}),
-            root="vllm_cpp",
-            origins={"placement.fit": "VT_PLACEMENT_FIT=1"},
-        )
-    assert caught.value.message.splitlines() == [
-        'VT_PLACEMENT_FIT=1 ("vllm_cpp.placement.fit") is understood but not built in this version: no placement would '
-        "be chosen",
-    ]
-
-
-def test_what_asks_for_nothing_or_is_built_is_accepted() -> None:
-    unbuilt_refusals(ExtensionConfig())
-    unbuilt_refusals(parsed(EVERYTHING))
-    unbuilt_refusals(
-        parsed(
-            {
-                "mmap": {"enabled": True, "prefault": False},
-                "expert_stream": {"enabled": False, "slots": 64, "slot_bytes": 64},
-                "device_fit": {"weight_budget_bytes": 1 << 30},
-                "placement": {"overrides": [], "cpu_moe": False, "n_cpu_moe": 0, "fit": False},
-                "order": "declaration",
-            }
-        )
-    )
 
 
 # -- warnings --------------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ def test_all_flags_meet_in_one_document() -> None:
         "cpu_moe": True,
         "n_cpu_moe": 2,
         "override_tensor": ["norm=cpu"],
+        "fit": False,
         "expert_cache": 1,
         "expert_policy": "fetch",
     }
@@ -166,16 +167,16 @@ def test_environment_overrides_the_document_and_is_noted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("document", "environ", "message"),
+    ("document", "environ", "fit"),
     [
-        ({"overspill": {"placement": {"fit": True}}}, {}, '"overspill.placement.fit" is understood'),
-        ('{"vllm_cpp": {"placement": {"fit": true}}}', {}, '"vllm_cpp.placement.fit" is understood'),
-        (None, {"VT_PLACEMENT_FIT": "1"}, 'VT_PLACEMENT_FIT=1 ("overspill.placement.fit") is understood'),
+        (None, {}, None),
+        ({"overspill": {"placement": {"fit": True}}}, {}, True),
+        ('{"vllm_cpp": {"placement": {"fit": false}}}', {}, False),
+        ('{"vllm_cpp": {"placement": {"fit": true}}}', {"VT_PLACEMENT_FIT": "0"}, False),
     ],
 )
-def test_what_is_not_built_is_refused(document: Any, environ: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        resolved(document, environ)
+def test_fit_is_asked_for_or_not(document: Any, environ: dict[str, str], fit: bool | None) -> None:
+    assert resolved(document, environ).offload.extension.placement.fit is fit
 
 
 def test_engine_settings_read_their_units() -> None:

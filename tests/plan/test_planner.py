@@ -25,6 +25,7 @@ from tiny_models import MakeTiny, save_headers
 
 GIB = 1 << 30
 UVA = {"uva": {"cpu_offload_gb": gib(100_000)}}
+NO_FIT: dict[str, Any] = {"overspill": {"placement": {"fit": False}}}
 
 
 def plan_of(
@@ -133,7 +134,7 @@ def test_the_step_forecast_adds_up() -> None:
 @pytest.mark.parametrize(
     "document",
     [
-        None,
+        NO_FIT,
         {"uva": {"cpu_offload_gb": 0.5}},
         {"uva": {"cpu_offload_gb": 0.5}, "overspill": {"order": "declaration"}},
         {"prefetch": {"offload_group_size": 8}},
@@ -170,7 +171,7 @@ def test_the_hint_of_a_full_device_holds_without_zero_copy(large: ModelMap) -> N
 
 def test_a_device_too_small_for_the_cache_is_not_told_to_offload_more(large: ModelMap) -> None:
     cache_bytes = large.trace.kv_cache_bytes
-    for document in (None, {"uva": {"cpu_offload_gb": 100}}, {"prefetch": {"offload_group_size": 1}}):
+    for document in (NO_FIT, {"uva": {"cpu_offload_gb": 100}}, {"prefetch": {"offload_group_size": 1}}):
         with pytest.raises(CapacityError, match="KV cache") as refused:
             plan_of(large, document, cache_bytes // 2)
         assert "moving weights alone is not enough" in (refused.value.hint or "")
@@ -179,7 +180,7 @@ def test_a_device_too_small_for_the_cache_is_not_told_to_offload_more(large: Mod
 
 def test_the_refusal_of_a_full_device_names_parts_and_the_largest_weight(large: ModelMap) -> None:
     with pytest.raises(CapacityError, match=r"emulated.* need 4\.\d+ GiB") as refused:
-        plan_of(large, None, 3 * GIB)
+        plan_of(large, NO_FIT, 3 * GIB)
     assert "KV cache 384.00 MiB for 1 x 4096 tokens" in refused.value.message
     assert "model.embed_tokens.weight, 125.00 MiB" in refused.value.message
 
@@ -196,7 +197,7 @@ def test_more_than_the_host_has_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_stated_weight_budget_is_the_limit_for_weights_and_pool(large: ModelMap) -> None:
-    document = {"overspill": {"device_fit": {"weight_budget_bytes": 2 * GIB}}}
+    document = {"overspill": {"device_fit": {"weight_budget_bytes": 2 * GIB}, **NO_FIT["overspill"]}}
     with pytest.raises(CapacityError, match=r"weights and buffer pool need .* the limit is 2\.00 GiB") as refused:
         plan_of(large, document, 64 * GIB)
     assert "weight_budget_bytes" in (refused.value.hint or "")
@@ -240,14 +241,14 @@ def test_a_full_device_names_the_least_layers_of_experts_for_the_cpu(name: str, 
     model = mapped(tiny(name), tokens=1)
     for layers, written in ((3, "--n-cpu-moe 3)"), (6, "--cpu-moe)")):
         limit = needed_by(model, placing(n_cpu_moe=layers))
-        for document in (None, placing(n_cpu_moe=2)):
+        for document in (NO_FIT, placing(n_cpu_moe=2, fit=False)):
             assert f"or {written}" in sparse_refusal(model, document, limit)
-        assert written not in sparse_refusal(model, None, limit - 1)
-    assert "cpu-moe" not in sparse_refusal(model, placing(cpu_moe=True), model.trace.kv_cache_bytes)
+        assert written not in sparse_refusal(model, NO_FIT, limit - 1)
+    assert "cpu-moe" not in sparse_refusal(model, placing(cpu_moe=True, fit=False), model.trace.kv_cache_bytes)
 
 
 def test_a_dense_model_is_not_told_of_experts(large: ModelMap) -> None:
-    assert "cpu-moe" not in sparse_refusal(large, None, 3 * GIB)
+    assert "cpu-moe" not in sparse_refusal(large, NO_FIT, 3 * GIB)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ CONTEXT = 40
 
 
 def planned(folder: Any, memory_bytes: int = 64 << 20, **engine: Any) -> Plan:
-    settings = settings_for(**{"max_num_seqs": 4, "max_num_batched_tokens": 24, **engine})
+    settings = settings_for(
+        {"overspill": {"placement": {"fit": False}}}, **{"max_num_seqs": 4, "max_num_batched_tokens": 24, **engine}
+    )
     return make_plan(mapped(folder, tokens=CONTEXT), settings, emulated(memory_bytes), context_tokens=CONTEXT)
 
 

@@ -94,6 +94,16 @@ SHARED: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
+    "fit": (
+        Annotated[
+            bool | None,
+            _offload(
+                "Make a model that does not fit the device fit, where nothing else is said. [default: fit]",
+                "--fit/--no-fit",
+            ),
+        ],
+        None,
+    ),
     "expert_cache": (
         Annotated[
             str | None,

@@ -67,6 +67,7 @@ def make_contest(
     """
     wanted = settings_of(candidate, options)
     resident = settings_of(baseline, {name: value for name, value in options.items() if name not in _CANDIDATES})
+    resident = _as_stated(resident)
     limited = wanted.engine.memory_limit_bytes is not None
     if not wanted.offload.offloads and not limited:
         raise ConfigError(
@@ -74,8 +75,9 @@ def make_contest(
             hint="say what to offload, for example --cpu-offload-gb 4, --offload-group-size 4 or --cpu-moe; or on the "
             "CPU --memory-limit, less than the model takes",
         )
-    only_limited = limited and wanted.offload == resident.offload
-    if wanted.offload == resident.offload and not limited:
+    alike = _as_stated(wanted).offload == resident.offload
+    only_limited = limited and alike
+    if alike and not limited:
         raise ConfigError(
             "baseline and candidate are the same document, so there is nothing to compare",
             hint="another --baseline, or none: then nothing is offloaded on that side",
@@ -152,6 +154,16 @@ def _context(settings: Settings, needed: int) -> int:
 
 def _with_engine(settings: Settings, **changes: Any) -> Settings:
     return replace(settings, engine=settings.engine.model_copy(update=changes))
+
+
+def _as_stated(settings: Settings) -> Settings:
+    """Without what fit would choose: the side that everything is held against is what was said, or nothing."""
+    extension = settings.offload.extension
+    if extension.placement.fit is not None:
+        return settings
+    placement = extension.placement.model_copy(update={"fit": False})
+    stated = settings.offload.model_copy(update={"overspill": extension.model_copy(update={"placement": placement})})
+    return replace(settings, offload=stated)
 
 
 def _fitted(model: str | Path, settings: Settings, device: Device) -> tuple[Settings, Plan, str | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from overspill.config.document import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig, parse_offload_config
 from overspill.config.environment import Environment, apply_environment
 from overspill.config.experts import ExpertStreamConfig, PlacementConfig, PlacementOverride, PlacementRule
-from overspill.config.extension import ExtensionConfig, placement_warnings, unbuilt_refusals
+from overspill.config.extension import ExtensionConfig, placement_warnings
 from overspill.config.selectors import WeightName, check_selector, closest, matches
 from overspill.config.settings import FLAGS, EngineSettings, Settings, read_document, resolve
 from overspill.config.sizes import (
@@ -54,5 +54,4 @@ __all__ = [
     "placement_warnings",
     "read_document",
     "resolve",
-    "unbuilt_refusals",
 ]

@@ -169,7 +169,9 @@ class PlacementConfig(Frozen):
     n_cpu_moe: Annotated[WholeNumber, AfterValidator(_layer_count)] | None = Field(
         default=None, description="routed experts of the first N layers on the CPU; 0 is none"
     )
-    fit: Boolean | None = Field(default=None, description="choose the placement from the device's memory")
+    fit: Boolean | None = Field(
+        default=None, description="make a model that does not fit the device fit; absent is true"
+    )
 
     # Declared last, so that the manual placements are known when it is judged.
     @field_validator("fit")
@@ -221,7 +223,11 @@ def read_override(text: str, *, field: str) -> dict[str, str]:
 
 
 def refuse_half_a_size(stream: ExpertStreamConfig, *, root: str, origins: Mapping[str, str]) -> None:
-    """Refuses a size of slots without their number. `root` and `origins` are `unbuilt_refusals`'."""
+    """Refuses a size of slots without their number.
+
+    `root` is how the document spells the extension; `origins` says for a path ("expert_stream.slot_bytes") which
+    environment variable set it.
+    """
     if stream.on and stream.slot_bytes is not None and stream.slots is None:
         key = named(f"{root}.expert_stream.slot_bytes", origins.get("expert_stream.slot_bytes"))
         raise ConfigError(
@@ -231,7 +237,7 @@ def refuse_half_a_size(stream: ExpertStreamConfig, *, root: str, origins: Mappin
 
 
 def refuse_targets(placement: PlacementConfig, *, root: str, origins: Mapping[str, str]) -> None:
-    """Refuses a rule that leads elsewhere than to the CPU. `root` and `origins` are `unbuilt_refusals`'."""
+    """Refuses a rule that leads elsewhere than to the CPU. `root` and `origins` are `refuse_half_a_size`'s."""
     for rule in placement.rules:
         if rule.device != "cpu":
             key = named(f"{root}.placement.{rule.origin}", origins.get("placement.overrides"))

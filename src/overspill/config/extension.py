@@ -5,14 +5,12 @@ An absent field is None and leaves things as they are. Texts are vllm.cpp's wher
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from overspill.config.experts import ExpertStreamConfig, PlacementConfig
-from overspill.config.refusals import Boolean, Frozen, WholeNumber, named, refusal
-from overspill.errors import ConfigError
+from overspill.config.refusals import Boolean, Frozen, WholeNumber, refusal
 
 
 def _budget(value: int) -> int:
@@ -52,29 +50,6 @@ class ExtensionConfig(Frozen):
     )
 
 
-def unbuilt_refusals(
-    extension: ExtensionConfig, *, root: str = "overspill", origins: Mapping[str, str] | None = None
-) -> None:
-    """Refuses what is understood but not built in this version; values that ask for nothing pass.
-
-    `root` is how the document spells the object; `origins` says for a path ("placement.cpu_moe") which
-    environment variable set it ("VT_CPU_MOE=1"). Raises ConfigError with one line for each.
-    """
-    unbuilt = [
-        (path, consequence, way_out)
-        for path, asked, consequence, way_out in (("placement.fit", extension.placement.fit, _UNFITTED, _PLACE),)
-        if asked
-    ]
-    if not unbuilt:
-        return
-    lines = []
-    for path, consequence, _ in unbuilt:
-        key = named(f"{root}.{path}", (origins or {}).get(path))
-        lines.append(f"{key} is understood but not built in this version: {consequence}")
-    hints = dict.fromkeys(way_out for _, _, way_out in unbuilt)
-    raise ConfigError("\n".join(lines), hint="; ".join(hints))
-
-
 def placement_warnings(extension: ExtensionConfig, *, root: str = "overspill") -> tuple[str, ...]:
     """What to tell of a placement beside mapped weights; the text is vllm.cpp's."""
     if not (extension.mmap.enabled and extension.placement.on):
@@ -100,7 +75,3 @@ def stream_warnings(extension: ExtensionConfig, *, root: str = "overspill") -> t
         return ()
     names = ", ".join(f'"{name}"' for name in stream.given)
     return (f'"{root}.expert_stream.enabled" is false: {names} beside it changes nothing',)
-
-
-_UNFITTED = "no placement would be chosen"
-_PLACE = 'remove it, or state the placement with "cpu_moe", "n_cpu_moe" or "overrides"'

@@ -26,7 +26,7 @@ from overspill.config.experts import (
     refuse_half_a_size,
     refuse_targets,
 )
-from overspill.config.extension import idle_mmap, placement_warnings, stream_warnings, unbuilt_refusals
+from overspill.config.extension import idle_mmap, placement_warnings, stream_warnings
 from overspill.config.refusals import Frozen, did_you_mean, shown, validated
 from overspill.config.sizes import GIB, parse_bandwidth, parse_bytes, parse_duration
 from overspill.errors import ConfigError
@@ -42,6 +42,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     "cpu_moe": ("overspill", "placement", "cpu_moe"),
     "n_cpu_moe": ("overspill", "placement", "n_cpu_moe"),
     "override_tensor": ("overspill", "placement", "overrides"),
+    "fit": ("overspill", "placement", "fit"),
     "expert_cache": ("overspill", "expert_stream", "cache_bytes"),
     "expert_policy": ("overspill", "expert_stream", "policy"),
 }
@@ -170,7 +171,6 @@ def resolve(
     warnings: tuple[str, ...] = ()
     if (extension := overridden.extension) is not None:
         root = _root(fields)
-        unbuilt_refusals(extension, root=root, origins=overridden.origins)
         refuse_half_a_size(extension.expert_stream, root=root, origins=overridden.origins)
         refuse_targets(extension.placement, root=root, origins=overridden.origins)
         warnings = (

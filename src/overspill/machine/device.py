@@ -73,6 +73,8 @@ class Device(ABC):
     unified: bool
     link: Link | None
     traffic: LinkTraffic
+    host_memory_bytes: int | None = None
+    """Of the host beside it, where that is not this machine."""
     sees_the_link = True
     """Whether `traffic` counts zero-copy reads too, and knows how long computing waited; a GPU makes both alone."""
 

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from overspill.config import OffloadConfig
 from overspill.machine.device import Link
+from overspill.machine.rates import Rates
 from overspill.model.converted import needs_conversion
 from overspill.model.experts import ExpertBlock
 from overspill.model.weights import ModelMap, Weight
@@ -108,6 +110,8 @@ class Plan:
     """What will be where. `notes` are said once; `backend` is vLLM's ("uva", "prefetch"), None where neither is asked.
 
     `placed` are blocks of routed experts that the CPU computes, `slots` those that stream through the device.
+    `offload` are the settings that it carries out, those that fit chose included. `rates` are the machine's, None where
+    they are not known: then no time is forecast.
     `prefault`: what is `mapped` is read into the page cache while loading.
     `buffers_bytes` are rebuilt buffers that no checkpoint holds; they are part of the device's weights.
     `kv_cache_tokens` is about what a server's KV cache holds, None where it holds `sequences` of the whole context.
@@ -129,6 +133,8 @@ class Plan:
     memory: MemoryForecast
     step: StepForecast
     buffers_bytes: int
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    rates: Rates | None = None
     prefault: bool = False
     kv_cache_tokens: int | None = None
     notes: tuple[str, ...] = ()
@@ -137,6 +143,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_by_name", {p.weight.full: p for p in self.placements})
+
+    @property
+    def weight_budget_bytes(self) -> int | None:
+        """What weights and pools may take on the device, where that was stated; 0 judges nothing."""
+        return self.offload.extension.device_fit.weight_budget_bytes
 
     @property
     def kv_cache_for(self) -> str:

@@ -13,12 +13,14 @@ from overspill.errors import ConfigError
 from overspill.machine.arena import packed_bytes, page_bytes
 from overspill.machine.device import Device
 from overspill.machine.memory import host_available_bytes
+from overspill.machine.rates import Rates
 from overspill.model.map import conversions
 from overspill.model.weights import ModelMap, Weight
 from overspill.plan.capacity import Limit, capacity_warnings, refuse_capacity
 from overspill.plan.converted import conversion_note
 from overspill.plan.disk import Layout, within_memory
 from overspill.plan.experts import nothing_saved
+from overspill.plan.fit import fit, fit_note, fits, wants_fit
 from overspill.plan.loading import loading_peak
 from overspill.plan.mapped import Mapped
 from overspill.plan.placement import MemoryForecast, Placement, Plan, StepForecast
@@ -59,98 +61,149 @@ def refuse_device(settings: Settings, device: Device) -> None:
         )
 
 
-def make_plan(model: ModelMap, settings: Settings, device: Device, *, context_tokens: int) -> Plan:
+def make_plan(
+    model: ModelMap, settings: Settings, device: Device, *, context_tokens: int, rates: Rates | None = None
+) -> Plan:
     """Place every weight of `model`. Nothing is allocated.
 
-    Raises ConfigError where the settings move nothing or name nothing, CapacityError where the device or the host
-    does not hold what the plan would place there.
+    A model that does not fit, and of which nothing was said, is made to fit. `rates` are how fast the machine is, for
+    that choice and for the forecast of time. Raises ConfigError where the settings move nothing or name nothing,
+    CapacityError where the device or the host does not hold what the plan would place there.
     """
     refuse_device(settings, device)
-    environment = settings.environment
-    pinned = not environment.disable_pin_memory
-    zero_copy = pinned and not environment.disable_uva
-    buffers_bytes = _rebuilt_buffer_bytes(model)
-    mapped = Mapped(model, settings.offload.extension.mmap, device.unified)
+    planner = Planner(model, settings, device, context_tokens, rates)
+    plan = planner.plan(settings.offload)
+    if not device.unified and wants_fit(settings.offload) and not fits(plan):
+        fitted = fit(model, settings.offload, planner.plan, rates)
+        if fitted is not None:
+            note = fit_note(fitted, plan, rates)
+            plan = replace(fitted.plan, notes=(note, *fitted.plan.notes))
+    elif (idle := _not_needed(plan)) is not None:
+        plan = replace(plan, notes=(*plan.notes, idle))
+    refuse_capacity(
+        plan,
+        settings,
+        unified=device.unified,
+        forecast=lambda offload: planner.laid_out(offload).memory,
+        within=planner.memory_within,
+    )
+    return replace(plan, notes=(*plan.notes, conversion_note(model, plan.converted))) if plan.converted else plan
 
-    available = _available(device, settings)
 
-    def lay_out(choice: Choice, available: Available) -> Layout:
+class Planner:
+    """Plans of one model on one device, for whatever offload settings."""
+
+    def __init__(
+        self, model: ModelMap, settings: Settings, device: Device, context_tokens: int, rates: Rates | None
+    ) -> None:
+        self.model, self.settings, self.device = model, settings, device
+        self.context_tokens, self.rates = context_tokens, rates
+        environment = settings.environment
+        self.pinned = not environment.disable_pin_memory
+        self.zero_copy = self.pinned and not environment.disable_uva
+        self.buffers_bytes = _rebuilt_buffer_bytes(model)
+        self.mapped = Mapped(model, settings.offload.extension.mmap, device.unified)
+        self.available = _available(device, settings)
+
+    def lay_out(self, choice: Choice, available: Available) -> Layout:
+        """What `choice` comes to."""
+        model, settings, unified = self.model, self.settings, self.device.unified
         ring, experts, moved = choice.ring, choice.experts, _moved(choice)
-        moved |= mapped.moved(moved)
+        moved |= self.mapped.moved(moved)
         placements = tuple(_place(weight, moved) for weight in model)
-        tokens = settings.engine.max_num_batched_tokens or context_tokens * settings.engine.max_num_seqs
-        staging = staging_for(experts.placed, experts.slots, ring, tokens, unified=device.unified)
-        mapped_bytes = sum(p.weight.nbytes for p in placements if p.mapped) if device.unified else 0
-        memory = _memory(model, placements, choice, staging, buffers_bytes, mapped_bytes, available, settings)
-        if device.unified:
+        tokens = settings.engine.max_num_batched_tokens or self.context_tokens * settings.engine.max_num_seqs
+        staging = staging_for(experts.placed, experts.slots, ring, tokens, unified=unified)
+        mapped_bytes = sum(p.weight.nbytes for p in placements if p.mapped) if unified else 0
+        memory = _memory(model, placements, choice, staging, self.buffers_bytes, mapped_bytes, available, settings)
+        if unified:
             resident = (p.weight for p in placements if p.tier is Tier.DEVICE)
-            memory = replace(memory, loading_bytes=buffers_bytes + loading_peak(resident))
+            memory = replace(memory, loading_bytes=self.buffers_bytes + loading_peak(resident))
         return Layout(choice, placements, staging, memory)
 
-    def laid_out(offload: OffloadConfig, available: Available = available) -> Layout:
-        choice = choose(model, offload, zero_copy=zero_copy, unified=device.unified)
-        lay = partial(lay_out, available=available)
-        return within_memory(model, offload, lay(choice), lay, unified=device.unified)
+    def laid_out(self, offload: OffloadConfig, available: Available | None = None) -> Layout:
+        """What `offload` comes to; what memory does not hold is left on disk."""
+        unified = self.device.unified
+        choice = choose(self.model, offload, zero_copy=self.zero_copy, unified=unified)
+        lay = partial(self.lay_out, available=available or self.available)
+        return within_memory(self.model, offload, lay(choice), lay, unified=unified)
 
-    def memory_within(limit: Limit, nbytes: int) -> MemoryForecast:
+    def memory_within(self, limit: Limit, nbytes: int) -> MemoryForecast:
         """The forecast if `limit` were `nbytes`."""
+        available = self.available
         if limit is Limit.HOST:
             changed = replace(available, host_bytes=nbytes)
         elif limit is Limit.STATED:
             changed = replace(available, device_bytes=nbytes, process_bytes=sys.maxsize)
         else:
-            stated = settings.engine.memory_limit_bytes or sys.maxsize
+            stated = self.settings.engine.memory_limit_bytes or sys.maxsize
             changed = replace(available, device_bytes=min(stated, nbytes), process_bytes=nbytes)
-        return laid_out(settings.offload, changed).memory
+        return self.laid_out(self.settings.offload, changed).memory
 
-    layout = laid_out(settings.offload)
-    choice, memory = layout.choice, layout.memory
-    experts = choice.experts
-    mapping = mapped.told(layout.placements, memory.available_host_bytes - memory.host_bytes - memory.staging_bytes)
-    plan = Plan(
-        model=model,
-        backend=settings.offload.resolved_backend,
-        order=settings.offload.extension.order,
-        device_kind=device.kind,
-        device_name=device.name,
-        context_tokens=context_tokens,
-        sequences=settings.engine.max_num_seqs,
-        placements=layout.placements,
-        ring=choice.ring,
-        placed=experts.placed,
-        slots=experts.slots,
-        staging=layout.staging,
-        pinned=pinned and device.kind == "cuda",
-        memory=memory,
-        step=_step(layout, settings.engine.max_num_seqs, device),
-        buffers_bytes=buffers_bytes,
-        prefault=mapping.prefault,
-        kv_cache_tokens=server_cache_tokens(memory, model.trace, settings.engine),
-        notes=(
-            *settings.notes,
-            *_idle_limit(settings),
-            *experts.notes,
-            *choice.notes,
-            *mapping.notes,
-            *_model_notes(model, layout.placements),
-        ),
-        warnings=(
-            *settings.warnings,
-            *experts.warnings,
-            *([told] if experts.slots is not None and (told := nothing_saved(experts.slots)) is not None else []),
-            *choice.warnings,
-            *mapping.warnings,
-            *capacity_warnings(memory),
-        ),
+    def plan(self, offload: OffloadConfig) -> Plan:
+        """The plan of these settings, whether or not memory holds it."""
+        model, settings, device = self.model, self.settings, self.device
+        layout = self.laid_out(offload)
+        choice, memory = layout.choice, layout.memory
+        experts = choice.experts
+        room_bytes = memory.available_host_bytes - memory.host_bytes - memory.staging_bytes
+        mapping = self.mapped.told(layout.placements, room_bytes)
+        slots_told = nothing_saved(experts.slots) if experts.slots is not None else None
+        return Plan(
+            model=model,
+            backend=offload.resolved_backend,
+            order=offload.extension.order,
+            device_kind=device.kind,
+            device_name=device.name,
+            context_tokens=self.context_tokens,
+            sequences=settings.engine.max_num_seqs,
+            placements=layout.placements,
+            ring=choice.ring,
+            placed=experts.placed,
+            slots=experts.slots,
+            staging=layout.staging,
+            pinned=self.pinned and device.kind == "cuda",
+            memory=memory,
+            step=_step(layout, settings.engine.max_num_seqs, device),
+            buffers_bytes=self.buffers_bytes,
+            offload=offload,
+            rates=self.rates,
+            prefault=mapping.prefault,
+            kv_cache_tokens=server_cache_tokens(memory, model.trace, settings.engine),
+            notes=(
+                *settings.notes,
+                *_idle_limit(settings),
+                *experts.notes,
+                *choice.notes,
+                *mapping.notes,
+                *_model_notes(model, layout.placements),
+            ),
+            warnings=(
+                *settings.warnings,
+                *experts.warnings,
+                *([slots_told] if slots_told is not None else []),
+                *choice.warnings,
+                *mapping.warnings,
+                *capacity_warnings(memory),
+            ),
+        )
+
+
+def planner_of(plan: Plan, settings: Settings, device: Device) -> Planner:
+    """What made `plan`, for other settings of the same model."""
+    return Planner(plan.model, settings, device, plan.context_tokens, plan.rates)
+
+
+def _not_needed(plan: Plan) -> str | None:
+    """A line where the model would fit as it is, and weights leave the device all the same."""
+    memory = plan.memory
+    saved = plan.offloaded_bytes - memory.pools_bytes
+    free = memory.available_device_bytes - memory.device_bytes
+    if plan.memory.unified or not plan.offloads or memory.working_bytes is None or free < saved:
+        return None
+    return (
+        f"the offload is not needed: {format_bytes(free)} are free on the device, "
+        f"{format_bytes(plan.offloaded_bytes)} offloaded"
     )
-    refuse_capacity(
-        plan,
-        settings,
-        unified=device.unified,
-        forecast=lambda offload: laid_out(offload).memory,
-        within=memory_within,
-    )
-    return replace(plan, notes=(*plan.notes, conversion_note(model, plan.converted))) if plan.converted else plan
 
 
 def _moved(choice: Choice) -> dict[str, tuple[Tier, Access, str]]:
@@ -162,7 +215,7 @@ def _moved(choice: Choice) -> dict[str, tuple[Tier, Access, str]]:
 
 
 def _available(device: Device, settings: Settings) -> Available:
-    free_bytes = host_available_bytes()
+    free_bytes = device.host_memory_bytes or host_available_bytes()
     host_bytes = min(free_bytes, settings.engine.memory_limit_bytes or sys.maxsize)
     if not device.unified:
         return Available(device.memory_bytes, host_bytes)

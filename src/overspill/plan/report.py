@@ -12,10 +12,12 @@ from rich.text import Text
 
 from overspill.config import format_bytes
 from overspill.plan.disk import process_binds
+from overspill.plan.forecast import Forecast, PassForecast, forecast
 from overspill.plan.placement import Placement, Plan
 from overspill.plan.tiers import Access, Tier
 
 SCHEMA = 1
+_BAR = 24
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -79,6 +81,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "transfers": step.transfers,
             "link_floor_s": step.link_floor_s,
         },
+        "forecast": None if plan.rates is None else forecast_as_json(forecast(plan, plan.rates)),
         "ring": None
         if plan.ring is None
         else {
@@ -125,6 +128,10 @@ def render_plan(plan: Plan) -> RenderableType:
     parts: list[RenderableType] = [_headline(plan), _placement_table(plan), _memory_table(plan)]
     if plan.offloads:
         parts.append(_step_line(plan))
+    if plan.rates is not None:
+        parts += [forecast_table(forecast(plan, plan.rates), plan)]
+    else:
+        parts.append(Text("time is not forecast: `overspill bench` measures this machine", style="dim"))
     parts += [Text(f"note: {note}", style="dim") for note in plan.notes]
     parts += [Text(f"warning: {warning}", style="yellow") for warning in plan.warnings]
     return Group(*parts)
@@ -250,6 +257,33 @@ def _step_line(plan: Plan) -> Text:
     if any(p.access is Access.ZERO_COPY and p.weight.routing is not None for p in plan.placements):
         text.append("; routed experts as expected over many tokens")
     return text
+
+
+def forecast_as_json(found: Forecast) -> dict[str, Any]:
+    def one(step: PassForecast) -> dict[str, Any]:
+        return {"tokens": step.tokens, "seconds": step.seconds, "limit": step.limit, "parts": dict(step.parts)}
+
+    return {"rates": found.origin, "decode": [one(step) for step in found.decode], "prompt": one(found.prompt)}
+
+
+def forecast_table(found: Forecast, plan: Plan) -> Table:
+    """Decoding by batch with a curve, and a prompt pass."""
+    emulated = ", emulated: no GPU time" if plan.device_kind == "emulated" else ""
+    table = Table(title=f"Time forecast: {found.origin}{emulated}", title_justify="left")
+    for column in ("pass", "ms", "tokens/s"):
+        table.add_column(column, justify="right")
+    table.add_column("", no_wrap=True)
+    table.add_column("limited by")
+    most = max(step.tokens_per_s for step in found.decode)
+    for step in found.decode:
+        bar = "█" * max(1, round(_BAR * step.tokens_per_s / most))
+        what = f"decode, {step.tokens} sequence{'s' * (step.tokens != 1)}"
+        table.add_row(what, f"{step.seconds * 1e3:.1f}", f"{step.tokens_per_s:.1f}", bar, step.limit)
+    table.add_section()
+    prompt = found.prompt
+    what = f"prompt of {prompt.tokens} tokens"
+    table.add_row(what, f"{prompt.seconds * 1e3:.1f}", f"{prompt.tokens_per_s:.1f}", "", prompt.limit)
+    return table
 
 
 def _elements(placement: Placement) -> int:

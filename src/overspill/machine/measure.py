@@ -1,0 +1,168 @@
+"""What a machine does, measured: products on the device, the link, experts on the CPU, the disk.
+
+Medians of several rounds over memory that no cache holds. A busy neighbour shows in them; repeat on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overspill.checkpoint.records import Extent
+from overspill.machine.arena import map_memory
+from overspill.machine.cpu_experts import Activation, CpuExperts
+from overspill.machine.device import Device, Transfer
+from overspill.machine.reads import FileReader
+
+ROUNDS = 7
+BEYOND_CACHES_BYTES = 256 << 20
+MANY_TOKENS = 256
+_WIDTH = 2048
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def products(device: Device, *, room_bytes: int = BEYOND_CACHES_BYTES) -> tuple[dict[str, float], dict[str, float]]:
+    """(bytes a second of weights in products of one token, operations a second of many tokens), by dtype.
+
+    Takes `room_bytes` of the device's memory. The weights are matrices of 2048 by 2048, one after the other.
+    """
+    reading, computing = {}, {}
+    block = device.allocate(room_bytes, "weights")
+    for name, dtype in _DTYPES.items():
+        nbytes = _WIDTH * _WIDTH * dtype.itemsize
+        matrices = [
+            block.data[i * nbytes : (i + 1) * nbytes].view(dtype).view(_WIDTH, _WIDTH)
+            for i in range(room_bytes // nbytes)
+        ]
+        for matrix in matrices:
+            device.upload(matrix, torch.zeros(_WIDTH, _WIDTH, dtype=dtype))
+        one, many = (device.to_device(torch.zeros(tokens, _WIDTH, dtype=dtype)) for tokens in (1, MANY_TOKENS))
+        few = matrices[: max(1, len(matrices) // 8)]
+        reading[name] = len(matrices) * nbytes / _seconds(device, partial(_all, one, matrices))
+        work = 2 * MANY_TOKENS * _WIDTH * _WIDTH * len(few)
+        computing[name] = work / _seconds(device, partial(_all, many, few), rounds=3)
+    return reading, computing
+
+
+def link(device: Device, sizes: Sequence[int] = (1 << 20, 16 << 20, 64 << 20)) -> dict[str, dict[int, float]]:
+    """Bytes a second over the device's link by direction and kind of host memory, by size. Empty without a link."""
+    if device.link is None:
+        return {}
+    found: dict[str, dict[int, float]] = {}
+    target = device.allocate(max(sizes), "weights").data
+    for kind, pinned in (("pinned", True), ("pageable", False)):
+        source = device.allocate_host(max(sizes), pinned=pinned).data
+        for nbytes in sizes:
+            there, here = target[:nbytes], source[:nbytes]
+            up = _seconds(device, partial(_joined, device.transfer, there, here), rounds=3)
+            down = _seconds(device, partial(_joined, device.download, here, there), rounds=3)
+            found.setdefault(f"to the device, {kind}", {})[nbytes] = nbytes / up
+            found.setdefault(f"from the device, {kind}", {})[nbytes] = nbytes / down
+    return found
+
+
+def experts_on_cpu() -> tuple[float, float]:
+    """(bytes a second for one token, operations a second for many) of bfloat16 experts by the CPU's kernels."""
+    hidden, intermediate = 2048, 768
+    count = max(8, BEYOND_CACHES_BYTES // (3 * hidden * intermediate * 2))
+    nbytes = count * 3 * hidden * intermediate * 2
+    memory = map_memory(nbytes).view(torch.bfloat16)
+    memory.fill_(0.01)
+    cut = count * 2 * intermediate * hidden
+    kernel = CpuExperts(
+        memory[:cut].view(count, 2 * intermediate, hidden),
+        memory[cut:].view(count, hidden, intermediate),
+        gated=True,
+        transposed=False,
+        activation=Activation.silu,
+    )
+    host_seconds: list[float] = []
+
+    def run(tokens: int, each: int, first: int) -> None:
+        index = ((first + torch.arange(each)) % count).expand(tokens, each)
+        states = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
+        begun = time.perf_counter()
+        kernel(states, index, torch.ones(tokens, each), torch.empty_like(states))
+        host_seconds.append(time.perf_counter() - begun)
+
+    for number in range(ROUNDS + 1):
+        run(1, 8, 8 * number)
+    one = 8 * nbytes / count / statistics.median(host_seconds[1:])
+    host_seconds.clear()
+    for number in range(3):
+        run(MANY_TOKENS, 2, 2 * number)
+    many = MANY_TOKENS * 2 * 2 * 3 * hidden * intermediate / statistics.median(host_seconds)
+    return one, many
+
+
+def disk(folder: Path, sizes: Sequence[int] = (512 << 10, 4 << 20), nbytes: int = 256 << 20) -> dict[int, float]:
+    """Bytes a second that reading past the page cache reaches in `folder`, four requests in flight, by request size.
+
+    Writes a file of `nbytes` there for the while. Raises OSError.
+    """
+    found = {}
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".overspill-bench-") as file:
+        piece = os.urandom(8 << 20)
+        for _ in range(nbytes // len(piece)):
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        into = _bytes_of(map_memory(nbytes))
+        for size in sizes:
+            with FileReader(chunk_bytes=size) as reader:
+                extents = [(Extent(Path(file.name), 0, nbytes), into)]
+                times = []
+                for _ in range(3):
+                    begun = time.perf_counter()
+                    reader.read(extents)
+                    times.append(time.perf_counter() - begun)
+            found[size] = nbytes / statistics.median(times)
+    return found
+
+
+def _bytes_of(memory: torch.Tensor) -> memoryview:
+    array: Any = memory.numpy()
+    return memoryview(array)
+
+
+def numa_nodes() -> list[dict[str, object]]:
+    """The machine's memory nodes: number, processors, and bytes."""
+    nodes: list[dict[str, object]] = []
+    for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
+        total = next(line for line in (path / "meminfo").read_text().splitlines() if "MemTotal" in line)
+        nodes.append(
+            {
+                "node": int(path.name.removeprefix("node")),
+                "cpus": (path / "cpulist").read_text().strip(),
+                "bytes": int(total.split()[-2]) << 10,
+            }
+        )
+    return nodes
+
+
+def _joined(copy: Callable[[torch.Tensor, torch.Tensor], Transfer], target: torch.Tensor, source: torch.Tensor) -> None:
+    copy(target, source).join()
+
+
+def _all(tokens: torch.Tensor, matrices: Sequence[torch.Tensor]) -> None:
+    for matrix in matrices:
+        torch.nn.functional.linear(tokens, matrix)
+
+
+def _seconds(device: Device, work: Callable[[], None], rounds: int = ROUNDS) -> float:
+    times = []
+    with torch.no_grad(), device.execution():
+        for _ in range(rounds + 1):
+            begun = device.timed()
+            work()
+            times.append(device.timed() - begun)
+    return statistics.median(times[1:])

@@ -1,0 +1,122 @@
+"""How fast a machine does what a pass is made of; measured on it, or taken from a named specification."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from overspill.errors import CheckpointError
+from overspill.machine.device import Device
+
+SCHEMA = 1
+FOLDER_VARIABLE = "OVERSPILL_MACHINE_DIR"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes, operations and layers a second of one device and the host beside it. `origin` says where they are from.
+
+    `read_bytes_s` is what products of one token reach in reading weights, `flops` what products of many tokens reach,
+    each by dtype ("bfloat16"). `layer_s` is what a decoder layer of a transformers model takes besides (launches,
+    Python). `expert_bytes_s` and `expert_flops` are the same two for experts that the CPU computes. `disk_bytes_s` is
+    None where no disk was measured. `asynchronous`: launching runs beside computing, as on a GPU.
+    """
+
+    origin: str
+    read_bytes_s: Mapping[str, float]
+    flops: Mapping[str, float]
+    layer_s: float
+    expert_bytes_s: float
+    expert_flops: float
+    disk_bytes_s: float | None = None
+    asynchronous: bool = False
+
+    def reading(self, dtype: str) -> float:
+        """Of weights of `dtype`; where it was not measured, the least of those that were."""
+        return self.read_bytes_s.get(dtype, min(self.read_bytes_s.values()))
+
+    def computing(self, dtype: str) -> float:
+        return self.flops.get(dtype, min(self.flops.values()))
+
+
+@dataclass(frozen=True)
+class MachineReport:
+    """What `overspill bench` found of one machine and one of its devices. `rates` is what planning uses.
+
+    `figures` are all of them, by what they are of; `memory` is bytes, of the machine as it was then.
+    """
+
+    fingerprint: str
+    device_kind: str
+    device_name: str
+    measured_at: str
+    versions: Mapping[str, str]
+    machine: Mapping[str, object]
+    figures: Mapping[str, object]
+    rates: Rates
+    schema: int = field(default=SCHEMA)
+
+
+def fingerprint(device: Device) -> tuple[str, dict[str, object]]:
+    """(a name for this machine and device, what it is made of): processor, usable cores, memory, device, threads."""
+    facts: dict[str, object] = {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / (1 << 30)),
+        "device": device.kind if device.kind != "cuda" else device.name,
+        "threads": torch.get_num_threads(),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16], facts
+
+
+def save_report(report: MachineReport) -> Path:
+    """Keep it for planning. Raises CheckpointError where the folder cannot be written."""
+    path = _path(report.fingerprint)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(asdict(report), indent=1))
+        part.replace(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: the measurement cannot be kept ({error.strerror})",
+            hint=f"{FOLDER_VARIABLE} names another folder",
+        ) from error
+    return path
+
+
+def load_report(device: Device) -> MachineReport | None:
+    """What was measured on this machine for `device`; None where nothing was, or by another version of ours."""
+    path = _path(fingerprint(device)[0])
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+        if content.get("schema") != SCHEMA:
+            return None
+        return MachineReport(**{**content, "rates": Rates(**content["rates"])})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: what was measured of this machine cannot be read ({error})",
+            hint="delete the file, and run `overspill bench` again",
+        ) from error
+
+
+def _path(name: str) -> Path:
+    folder = os.environ.get(FOLDER_VARIABLE) or "~/.cache/overspill/machines"
+    return Path(folder).expanduser().absolute() / f"{name}.json"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("model name", "Model", "CPU part")):
+            return line.partition(":")[2].strip()
+    return "not known"

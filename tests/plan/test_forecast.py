@@ -1,0 +1,118 @@
+"""Time of a pass from bytes, operations and rates, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from emulated_runs import gib, mapped, settings_for
+from overspill.machine.device import Link
+from overspill.machine.emulated import EmulatedDevice
+from overspill.machine.rates import Rates
+from overspill.model.weights import ModelMap
+from overspill.plan import Access, Plan, make_plan
+from overspill.plan.forecast import BATCHES, CPU, DEVICE_COMPUTE, DEVICE_MEMORY, DISK, LAUNCHES, LINK, forecast
+from overspill.plan.forecast import pass_forecast as pass_of
+from tiny_models import MakeTiny
+
+NOTHING = 1e30
+"""So many a second that it takes no time."""
+FREE = Link(NOTHING, 0.0, measured=False)
+
+
+def rates(**changes: Any) -> Rates:
+    figures: dict[str, Any] = {
+        "origin": "made up", "read_bytes_s": {"float32": NOTHING}, "flops": {"float32": NOTHING}, "layer_s": 0.0,
+        "expert_bytes_s": NOTHING, "expert_flops": NOTHING, "disk_bytes_s": NOTHING,
+    }  # fmt: skip
+    return Rates(**{**figures, **changes})
+
+
+def plan_of(model: ModelMap, document: Any = None, link: Link = FREE, **engine: Any) -> Plan:
+    device = EmulatedDevice(1 << 30, link)
+    return make_plan(model, settings_for(document, **engine), device, context_tokens=model.trace.tokens)
+
+
+@pytest.fixture(scope="module")
+def llama(tiny: MakeTiny) -> ModelMap:
+    return mapped(tiny("llama"), tokens=8)
+
+
+def test_one_token_reads_every_weight_once_and_the_cache(llama: ModelMap) -> None:
+    step = pass_of(plan_of(llama), rates(read_bytes_s={"float32": 1e9}), 1, kept_tokens=5)
+    read = sum(weight.step_bytes(1) for weight in llama) + 5 * llama.trace.kv_token_bytes
+    assert step.seconds == pytest.approx(read / 1e9)
+    assert step.limit == DEVICE_MEMORY
+
+
+def test_many_tokens_are_bound_by_arithmetic(llama: ModelMap) -> None:
+    step = pass_of(plan_of(llama), rates(read_bytes_s={"float32": 1e15}, flops={"float32": 1e9}), 100, kept_tokens=0)
+    products = [w for w in llama if len(w.shape) > 1 and w.reads.whole_bytes]
+    assert step.seconds == pytest.approx(sum(2 * 100 * w.nbytes / 4 for w in products) / 1e9)
+    assert step.limit == DEVICE_COMPUTE
+    assert step.tokens_per_s == pytest.approx(100 / step.seconds)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_layers_overhead_adds_unless_it_runs_beside(llama: ModelMap, asynchronous: bool) -> None:
+    read = sum(weight.step_bytes(1) for weight in llama)
+    known = rates(read_bytes_s={"float32": read / 0.010}, layer_s=0.001, asynchronous=asynchronous)
+    step = pass_of(plan_of(llama), known, 1, kept_tokens=0)
+    assert step.seconds == pytest.approx(0.010 if asynchronous else 0.016)
+    assert step.parts[LAUNCHES] == pytest.approx(0.006)
+
+
+def test_zero_copy_adds_to_computing_and_prefetch_runs_beside_it(llama: ModelMap) -> None:
+    link = Link(1e6, 1e-4, measured=False)
+    known = rates(layer_s=0.01)
+    uva = plan_of(llama, {"uva": {"cpu_offload_gb": gib(30_000)}}, link)
+    assert pass_of(uva, known, 1, kept_tokens=0).seconds == pytest.approx(0.06 + (uva.step.link_floor_s or 0))
+    ahead = plan_of(llama, {"prefetch": {"offload_group_size": 1}}, link)
+    floor = ahead.step.link_floor_s or 0
+    assert floor > 0.06
+    assert pass_of(ahead, known, 1, kept_tokens=0).seconds == pytest.approx(floor)
+    assert pass_of(ahead, rates(layer_s=floor), 1, kept_tokens=0).seconds == pytest.approx(6 * floor), "hidden"
+    assert pass_of(ahead, known, 1, kept_tokens=0).limit == LINK
+
+
+def test_experts_are_read_as_far_as_tokens_choose_them(tiny: MakeTiny) -> None:
+    """E·(1−(1−k/E)^b), of six experts two."""
+    model = mapped(tiny("qwen3_moe"), tokens=8)
+    plan = plan_of(model, {"overspill": {"placement": {"cpu_moe": True}}})
+    experts = sum(p.weight.nbytes for p in plan.placements if p.access is Access.IN_PLACE)
+    for tokens in (1, 2, 8):
+        step = pass_of(plan, rates(expert_bytes_s=1e6), tokens, kept_tokens=0)
+        assert step.seconds == pytest.approx(experts * (1 - (1 - 2 / 6) ** tokens) / 1e6)
+        assert step.limit == CPU
+    work = 2 * 50 * experts / 4 * 2 / 6
+    assert pass_of(plan, rates(expert_flops=1e6), 50, kept_tokens=0).seconds == pytest.approx(work / 1e6)
+
+
+def test_what_is_missed_in_slots_comes_over_the_link_or_from_disk(tiny: MakeTiny) -> None:
+    model = mapped(tiny("qwen3_moe"), tokens=8)
+    for tier, known, part in (("host", rates(), LINK), ("disk", rates(disk_bytes_s=1e6), DISK)):
+        link = Link(1e6 if tier == "host" else NOTHING, 0.0, measured=False)
+        plan = plan_of(model, {"overspill": {"expert_stream": {"slots": 9, "tier": tier}}}, link)
+        assert plan.slots is not None
+        step = pass_of(plan, known, 1, kept_tokens=0)
+        assert step.seconds == pytest.approx(plan.slots.expected_bytes(1) / 1e6)
+        assert step.limit == part
+
+
+def test_layers_on_disk_are_bound_by_the_disk(llama: ModelMap) -> None:
+    document = {"prefetch": {"offload_group_size": 1}}
+    host = plan_of(llama, document).memory.host_bytes
+    plan = plan_of(llama, document, memory_limit_bytes=host - 4096)
+    assert plan.step.disk_bytes
+    step = pass_of(plan, rates(disk_bytes_s=1e6, layer_s=1e-4), 1, kept_tokens=0)
+    assert step.seconds == pytest.approx(plan.step.disk_bytes / 1e6)
+    assert step.limit == DISK
+
+
+def test_the_forecast_is_of_batches_to_256_and_a_prompt(llama: ModelMap) -> None:
+    found = forecast(plan_of(llama), rates(read_bytes_s={"float32": 1e9}, flops={"float32": 1e9}))
+    assert [step.tokens for step in found.decode] == list(BATCHES) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert [s.seconds for s in found.decode] == sorted(s.seconds for s in found.decode)
+    assert found.prompt.tokens == 8
+    assert found.origin == "made up"
