@@ -1,4 +1,4 @@
-"""`python -m benchmarks [load|step|kernels|experts|disk|serve|crowd|cuda]`; without a name all, cuda where a GPU is."""
+"""`python -m benchmarks [NAME...]` of the names below; without one all, cuda where a GPU is."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 import torch
 from examples.demo_model import demo_model_path
 
-from benchmarks import crowd, cuda, disk, experts, kernels, load, serve, step
+from benchmarks import crowd, cuda, disk, experts, forecast, kernels, load, serve, step
 from benchmarks.report import Report, console
 
-NAMES = ("load", "step", "kernels", "experts", "disk", "serve", "crowd", "cuda")
+NAMES = ("load", "step", "kernels", "experts", "disk", "serve", "crowd", "forecast", "cuda")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,6 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
             show(experts.measure(experts.SCALES[size], given.cache.expanduser() / "benchmarks", tell), given)
         elif name == "disk":
             show(disk.measure(disk.SCALES[size], given.cache.expanduser() / "benchmarks", tell), given)
+        elif name == "forecast":
+            show(forecast.measure(forecast.SCALES[size], given.cache.expanduser() / "benchmarks", tell), given)
         elif name == "serve":
             model = given.gguf or demo_model_path(given.cache)
             show(serve.measure(model, serve.SCALES[size], tell), given)

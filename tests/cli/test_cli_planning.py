@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import Cli
 from transformers import LlamaConfig
 
+from emulated_runs import emulated
 from overspill.machine import measure, rates
+from overspill.machine.observed import KEPT, correction, observations, remember
+from overspill.machine.rates import MachineReport, Rates, fingerprint, save_report
 from tiny_models import save_headers
 
 
@@ -107,3 +111,43 @@ def test_bench_without_a_folder_is_refused(cli: Cli) -> None:
     refused = cli("bench", "--device", "cpu", "--folder", "/no/such/folder")
     assert refused.code == 3
     assert "is no folder" in refused.error
+
+
+def test_runs_are_held_against_their_forecast_and_correct_the_next(cli: Cli, talking: Path, tmp_path: Path) -> None:
+    asked = (talking, "--device", "emulated", "--max-model-len", 64)
+    without = cli("plan", *asked, "--calibrate")
+    assert without.code == 2
+    assert "no forecast to correct" in without.error
+    assert "was forecast" not in cli("run", *asked, "--prompt", "hi", "--max-tokens", 6).err
+    report = replace(known(), fingerprint=fingerprint(emulated())[0])
+    save_report(report)
+    assert "no run to correct by" in cli("plan", *asked, "--calibrate").error
+    told = cli("run", *asked, "--prompt", "hi", "--max-tokens", 6).err
+    assert "a decode step was forecast at 0.0 ms and took" in told
+    (observed,) = observations(emulated())
+    before = json.loads(cli("plan", *asked, "--json").out)["forecast"]
+    after = json.loads(cli("plan", *asked, "--calibrate", "--json").out)["forecast"]
+    assert after["decode"][0]["seconds"] == pytest.approx(before["decode"][0]["seconds"] * observed.ratio)
+    assert "1 run of LlamaForCausalLM this way" in after["rates"]
+
+
+def known() -> MachineReport:
+    """A machine that takes no time for anything, next to."""
+    figures = dict.fromkeys(("float32", "bfloat16", "float16"), 1e15)
+    rates_ = Rates("made up", figures, figures, 1e-9, 1e15, 1e15, 1e15)
+    return MachineReport("", "emulated", "", "", {}, {}, {}, rates_)
+
+
+def test_what_was_observed_is_of_the_nearest_kind_and_the_oldest_go() -> None:
+    device = emulated()
+    for number in range(KEPT + 5):
+        remember(device, "A", "uva", forecast_s=1.0, measured_s=float(number))
+    found = observations(device)
+    assert [found[0].measured_s, len(found)] == [5.0, KEPT]
+    remember(device, "B", "prefetch", forecast_s=2.0, measured_s=3.0)
+    found = observations(device)
+    assert correction(found, "B", "prefetch") == (1.5, "1 run of B this way")
+    assert correction(found, "A", "prefetch") == (1.5, "1 run this way")
+    times, runs = correction(found, "A", "slots") or (0, "")
+    assert (times > 50, runs) == (True, f"{KEPT} runs of other ways")
+    assert correction([], "A", "uva") is None

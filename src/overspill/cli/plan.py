@@ -34,6 +34,12 @@ def command(
         bool,
         typer.Option("--compare", help="Ways that are sensible here, side by side.", rich_help_panel=OUTPUT),
     ] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Correct the forecast by what earlier runs here took.", rich_help_panel=OUTPUT
+        ),
+    ] = False,
     emit: Annotated[
         str | None,
         typer.Option(
@@ -62,6 +68,8 @@ def command(
 
     device = _named(gpu, link, host_bytes) if gpu is not None else None
     prepared = prepare(model, settings, device)
+    if calibrate:
+        prepared = _calibrated(prepared)
     if compare:
         _compare(prepared, settings, shared)
     elif emit is not None:
@@ -76,6 +84,26 @@ def _named(gpu: str, link: str | None, host_bytes: int | None) -> Any:
 
     found = gpu_named(gpu)
     return NamedDevice(found, link_named(link or found.link), host_bytes)
+
+
+def _calibrated(prepared: Any) -> Any:
+    from dataclasses import replace
+
+    from overspill.machine.observed import correction, observations
+
+    plan = prepared.plan
+    if plan.rates is None:
+        raise ConfigError(
+            "--calibrate has no forecast to correct", hint="`overspill bench` measures this machine first"
+        )
+    found = correction(observations(prepared.device), plan.model.architecture, ", ".join(plan.ways))
+    if found is None:
+        raise ConfigError(
+            "--calibrate has no run to correct by", hint="`overspill run` keeps what its steps took beside the forecast"
+        )
+    times, runs = found
+    rates = plan.rates.slower(times, f"corrected by {times:.2f} ({runs})")
+    return replace(prepared, plan=replace(plan, rates=rates))
 
 
 def _show(plan: Any, shared: Shared) -> None:

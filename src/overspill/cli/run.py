@@ -18,6 +18,7 @@ from overspill.engine.sampling import SamplingParams
 from overspill.errors import ConfigError
 
 if TYPE_CHECKING:
+    from overspill.api import Prepared
     from overspill.engine import Completion, Engine
     from overspill.offload.expert_runs import ExpertRuns
 
@@ -91,11 +92,12 @@ def command(
         engine = start(prepared, progress)
     try:
         completion = engine.generate(prompt_ids, params, on_text=None if shared.json_output else _write)
+        told = _against_forecast(prepared, completion)
         if shared.json_output:
             print(json.dumps(_as_json(engine, completion)))
         else:
             print(flush=True)
-            for line in (_summary(engine, completion), *_experts_summary(engine.placed.experts)):
+            for line in (_summary(engine, completion), *told, *_experts_summary(engine.placed.experts)):
                 err.print(line, style="dim", highlight=False)
     finally:
         if (counted := _stream_line(engine.placed.experts)) is not None:
@@ -119,6 +121,27 @@ def _text(prompt: str | None) -> str:
 
 def _write(text: str) -> None:
     print(text, end="", flush=True)
+
+
+def _against_forecast(prepared: Prepared, completion: Completion) -> list[str]:
+    """What a step took beside what the plan had forecast, kept for `overspill plan --calibrate`."""
+    plan, steps = prepared.plan, [step.seconds for step in completion.steps[2:]]
+    if plan.rates is None or not steps:
+        return []
+    from overspill.machine.observed import remember
+    from overspill.plan.forecast import pass_forecast
+
+    kept_tokens = len(completion.prompt_ids) + len(completion.token_ids) // 2
+    forecast_s, measured_s = (
+        pass_forecast(plan, plan.rates, 1, kept_tokens=kept_tokens).seconds,
+        statistics.median(steps),
+    )
+    way = ", ".join(plan.ways)
+    observed = remember(prepared.device, plan.model.architecture, way, forecast_s=forecast_s, measured_s=measured_s)
+    return [
+        f"a decode step was forecast at {forecast_s * 1e3:.1f} ms and took {measured_s * 1e3:.1f} ms, "
+        f"{observed.ratio:.2f} times that"
+    ]
 
 
 def _summary(engine: Engine, completion: Completion) -> str:

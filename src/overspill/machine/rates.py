@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ class Rates:
     `read_bytes_s` is what products of one token reach in reading weights, `flops` what products of many tokens reach,
     each by dtype ("bfloat16"). `layer_s` is what a decoder layer of a transformers model takes besides (launches,
     Python). `expert_bytes_s` and `expert_flops` are the same two for experts that the CPU computes. `disk_bytes_s` is
-    None where no disk was measured. `asynchronous`: launching runs beside computing, as on a GPU.
+    None where no disk was measured. `asynchronous`: launching runs beside computing, as on a GPU. `link_times`: how many
+    times longer than its bandwidth says the device's link takes.
     """
 
     origin: str
@@ -38,10 +39,25 @@ class Rates:
     expert_flops: float
     disk_bytes_s: float | None = None
     asynchronous: bool = False
+    link_times: float = 1.0
 
     def reading(self, dtype: str) -> float:
         """Of weights of `dtype`; where it was not measured, the least of those that were."""
         return self.read_bytes_s.get(dtype, min(self.read_bytes_s.values()))
+
+    def slower(self, times: float, why: str) -> Rates:
+        """Rates under which everything takes so many times as long."""
+        return replace(
+            self,
+            origin=f"{self.origin}, {why}",
+            read_bytes_s={name: rate / times for name, rate in self.read_bytes_s.items()},
+            flops={name: rate / times for name, rate in self.flops.items()},
+            layer_s=self.layer_s * times,
+            expert_bytes_s=self.expert_bytes_s / times,
+            expert_flops=self.expert_flops / times,
+            disk_bytes_s=self.disk_bytes_s and self.disk_bytes_s / times,
+            link_times=self.link_times * times,
+        )
 
     def computing(self, dtype: str) -> float:
         return self.flops.get(dtype, min(self.flops.values()))
@@ -110,9 +126,13 @@ def load_report(device: Device) -> MachineReport | None:
         ) from error
 
 
+def machine_folder() -> Path:
+    """Where what is known of this machine lies."""
+    return Path(os.environ.get(FOLDER_VARIABLE) or "~/.cache/overspill/machines").expanduser().absolute()
+
+
 def _path(name: str) -> Path:
-    folder = os.environ.get(FOLDER_VARIABLE) or "~/.cache/overspill/machines"
-    return Path(folder).expanduser().absolute() / f"{name}.json"
+    return machine_folder() / f"{name}.json"
 
 
 def _processor() -> str:

@@ -8,7 +8,7 @@ whichever takes longer. What crosses the link in place adds to that, what is cop
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from overspill.machine.device import Link
 from overspill.machine.rates import Rates
@@ -73,7 +73,15 @@ def pass_forecast(plan: Plan, rates: Rates, tokens: int, *, kept_tokens: int) ->
     products_s = max(reading_s, computing_s)
     busy_s = max(products_s, launches_s) if rates.asynchronous else products_s + launches_s
 
-    link = plan.step.link
+    link = (
+        None
+        if plan.step.link is None
+        else replace(
+            plan.step.link,
+            bandwidth=plan.step.link.bandwidth / rates.link_times,
+            latency_s=plan.step.link.latency_s * rates.link_times,
+        )
+    )
     zero_copy = [p.weight for p in plan.placements if p.access is Access.ZERO_COPY]
     in_line_s = _over(link, sum(w.step_bytes(tokens) for w in zero_copy), sum(w.reads.times for w in zero_copy))
     blocks = plan.placed
