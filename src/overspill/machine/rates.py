@@ -27,8 +27,8 @@ class Rates:
     `read_bytes_s` is what products of one token reach in reading weights, `flops` what products of many tokens reach,
     each by dtype ("bfloat16"). `layer_s` is what a decoder layer of a transformers model takes besides (launches,
     Python). `expert_bytes_s` and `expert_flops` are the same two for experts that the CPU computes. `disk_bytes_s` is
-    None where no disk was measured. `asynchronous`: launching runs beside computing, as on a GPU. `link_times`: how many
-    times longer than its bandwidth says the device's link takes.
+    None where no disk was measured. `asynchronous`: launching runs beside computing, as on a GPU. `link_times`: how
+    many times longer than its bandwidth says the device's link takes.
     """
 
     origin: str
