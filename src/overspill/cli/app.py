@@ -15,7 +15,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 import overspill
-from overspill.cli import bench, cache, compare, plan, run, serve, support
+from overspill.cli import audit, bench, cache, compare, plan, run, serve, support
 from overspill.cli.arguments import LISTS, normalise
 from overspill.cli.help import GroupedCommand
 from overspill.errors import ConfigError, DefectError, OverspillError, OverspillWarning
@@ -32,6 +32,7 @@ app.command("plan", cls=GroupedCommand)(plan.command)
 app.command("run", cls=GroupedCommand)(run.command)
 app.command("serve", cls=serve.ServeCommand, short_help="Answer OpenAI's API, and show a live page.")(serve.command)
 app.command("compare", cls=GroupedCommand, short_help="Run with and without the offload, and judge.")(compare.command)
+app.command("audit", short_help="Read the log of a vLLM or llama.cpp server.")(audit.command)
 app.command("bench", short_help="Measure this machine, for planning.")(bench.command)
 app.command("support", short_help="Show which architectures run, and how.")(support.command)
 app.add_typer(cache.app, name="cache")
