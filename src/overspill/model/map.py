@@ -14,7 +14,7 @@ from overspill.errors import ConfigError, UnsupportedModelError
 from overspill.model import hf
 from overspill.model.gguf import config_from_gguf, sources_of_gguf
 from overspill.model.misfits import refuse_misfits
-from overspill.model.sources import Conversion, Extents, Live, Source, converted, single
+from overspill.model.sources import Conversion, ConvertedShapes, Extents, Live, Source, converted, single
 from overspill.model.stacks import Stack, find_stacks
 from overspill.model.trace import Reads, Trace, trace
 from overspill.model.weights import (
@@ -131,10 +131,11 @@ def map_live(model: nn.Module, *, tokens: int, sequences: int = 1) -> ModelMap:
 
 def _safetensors_sources(checkpoint: Checkpoint, skeleton: nn.Module) -> tuple[dict[str, Source], tuple[str, ...]]:
     renamed, groups, nowhere = hf.map_checkpoint_names(skeleton, checkpoint.tensors)
-    refuse_misfits(skeleton, renamed, groups, checkpoint.tensors)
+    shapes = ConvertedShapes(skeleton, checkpoint.tensors)
+    refuse_misfits(skeleton, renamed, groups, checkpoint.tensors, shapes)
     sources: dict[str, Source] = {target: single(checkpoint.tensors[name]) for target, name in renamed.items()}
     for group in groups:
-        sources.update(converted(group, checkpoint.tensors, skeleton))
+        sources.update(converted(group, checkpoint.tensors, skeleton, shapes.of(group)))
     return sources, tuple(name for name in nowhere if not hf.ignored_unexpected(skeleton, name))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from overspill.checkpoint.records import TensorRecord
 from overspill.errors import UnsupportedModelError
 from overspill.model.hf import ConversionGroup
-from overspill.model.sources import meta_of
+from overspill.model.sources import ConvertedShapes
 
 _LISTED = 8
 _PLAIN_FLOATS = {"float64", "float32", "float16", "bfloat16"}
@@ -21,6 +21,7 @@ def refuse_misfits(
     renamed: Mapping[str, str],
     groups: Sequence[ConversionGroup],
     records: Mapping[str, TensorRecord],
+    shapes: ConvertedShapes,
 ) -> None:
     """UnsupportedModelError where a shape differs, a stack is incomplete, or elements are codes without a decoder.
 
@@ -44,7 +45,7 @@ def refuse_misfits(
         for target, name in renamed.items()
         if records[name].shape != tuple(own[target].shape)
     ]
-    wrong += [fault for group in groups for fault in _group_faults(group, records, skeleton, own)]
+    wrong += [fault for group in groups for fault in _group_faults(group, own, shapes)]
     if wrong:
         raise UnsupportedModelError(
             f"{len(wrong)} parameters do not fit the checkpoint: {_few(wrong)}",
@@ -52,18 +53,13 @@ def refuse_misfits(
         )
 
 
-def _group_faults(
-    group: ConversionGroup,
-    records: Mapping[str, TensorRecord],
-    skeleton: nn.Module,
-    own: Mapping[str, torch.Tensor],
-) -> Iterator[str]:
+def _group_faults(group: ConversionGroup, own: Mapping[str, torch.Tensor], shapes: ConvertedShapes) -> Iterator[str]:
     stacked = own[group.target].shape[0] if own[group.target].dim() else 0
     missing = [pattern for pattern in group.converter.source_patterns if pattern not in group.sources]
     missing += [n for names in group.sources.values() if len(names) > 1 for n in _gaps(names, stacked)]
     because = f"; missing: {_few(missing)}" if missing else ""
     try:
-        made = group.convert(skeleton, lambda name: meta_of(records[name]))
+        made = shapes.of(group)
     except (RuntimeError, ValueError, IndexError) as error:  # transformers' operations, on tensors that do not match
         yield f"{group.target} ({str(error).strip()}{because})"
         return

@@ -71,14 +71,43 @@ def single(record: TensorRecord) -> Extents:
     return Extents((record.extent,), torch_dtype(record))
 
 
-def converted(group: ConversionGroup, records: Mapping[str, TensorRecord], model: nn.Module) -> dict[str, Source]:
-    """The sources of a conversion group's parameters, by full name.
+class ConvertedShapes:
+    """What conversion groups make, as meta tensors by full name. Layers that are alike are converted once."""
+
+    def __init__(self, model: nn.Module, records: Mapping[str, TensorRecord]) -> None:
+        self._model = model
+        self._records = records
+        self._own = model.state_dict()
+        self._known: dict[object, torch.Tensor] = {}
+
+    def of(self, group: ConversionGroup) -> dict[str, torch.Tensor]:
+        """Raises what transformers' operations raise over tensors that do not match."""
+        own = self._own.get(group.target)
+        columns = tuple(
+            (pattern, tuple((self._records[name].shape, self._records[name].encoding.name) for name in names))
+            for pattern, names in group.sources.items()
+        )
+        key = (tuple(group.converter.source_patterns), columns, None if own is None else own.shape)
+        if key in self._known:
+            return {group.target: self._known[key]}
+        made = group.convert(self._model, lambda name: meta_of(self._records[name]))
+        if made.keys() == {group.target}:
+            self._known[key] = made[group.target]
+        return made
+
+
+def converted(
+    group: ConversionGroup,
+    records: Mapping[str, TensorRecord],
+    model: nn.Module,
+    shapes: Mapping[str, torch.Tensor],
+) -> dict[str, Source]:
+    """The sources of a conversion group's parameters, by full name; `shapes` are what it makes.
 
     Stacked and concatenated tensors become extents, so that a fused parameter, or one expert of it, can be read from
     the original files straight into place. What a conversion really transforms stays a `Conversion`.
     """
     members = [records[name] for name in group.names]
-    shapes = group.convert(model, lambda name: meta_of(records[name]))
     if len(shapes) == 1:
         (name, shape) = next(iter(shapes.items()))
         extents = _stacked_extents(group, records)
