@@ -20,7 +20,8 @@ from benchmarks.limits import cached_share, evict, memmove_gbps  # noqa: E402
 from benchmarks.report import Bar, Report, console  # noqa: E402
 from benchmarks.ring_floor import ring_seconds  # noqa: E402
 
-from benchmarks import cuda, experts, kernels, load, step  # noqa: E402
+from benchmarks import cuda, experts, forecast, kernels, load, step  # noqa: E402
+from overspill.machine import measure  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -180,3 +181,22 @@ def test_kernels_are_held_against_memory_and_torch(tmp_path: Path) -> None:
     wanted = {(weights, tokens) for weights in ("bfloat16", "float32") for tokens in (1, 8)}
     assert {(row["weights"], row["tokens"]) for row in rows} == wanted
     assert all(row["of_read_ratio"] > 0 and row["over_torch_ratio"] > 0 for row in rows)
+
+
+def test_forecasts_are_held_against_what_happened_on_each_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(measure, "BEYOND_CACHES_BYTES", 32 << 20)
+    report = forecast.measure(forecast.SCALES["toy"], tmp_path, lambda _: None)
+    ways = [row["way"] for row in report.rows]
+    assert any("uva" in way for way in ways)
+    assert any("prefetch" in way for way in ways)
+    assert any("experts" in way for way in ways)
+    assert {"CPU", "resident, emulated"} <= set(ways)
+    for row in report.rows:
+        assert row["time_ratio"] == pytest.approx(row["measured_ms"] / row["forecast_ms"])
+        assert row["forecast_bytes"] > 0
+        assert row["limited_by"]
+    assert [bar.reach for bar in report.bars] == [forecast.TIME_REACH, forecast.MEMORY_REACH]
+    written(report, tmp_path / "out")

@@ -83,12 +83,26 @@ def test_ways_are_compared_side_by_side_and_one_is_picked(dense: Path, cli: Cli)
         (("--gpu", "B9000"), '"gpu" is "B9000"'),
         (("--gpu", "L40S", "--link", "usb"), '"link" is "usb"'),
         (("--compare", "--emit", "vllm"), "two answers"),
+        (("--ranks", "2"), "--ranks without --emit"),
+        (("--emit", "sglang"), "sglang"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(options: tuple[str, ...], message: str, dense: Path, cli: Cli) -> None:
     refused = cli("plan", dense, *options)
     assert refused.code == 2
     assert message in refused.error
+
+
+def test_the_same_is_written_for_other_engines(dense: Path, cli: Cli) -> None:
+    asked = ("plan", dense, "--gpu", "L40S", "--host-memory", "512GiB", "--max-model-len", 8192, "--emit")
+    vllm = cli(*asked, "vllm", "--ranks", 2).out
+    assert vllm.startswith(f"vllm serve {dense} ")
+    assert "--cpu-offload-gb" in vllm
+    assert "--tensor-parallel-size 2" in vllm
+    assert "power of two" in vllm
+    assert cli(*asked, "llama.cpp").out.startswith("llama-server -m ")
+    advice = json.loads(cli(*asked, "overspill", "--json").out)
+    assert advice["command"][:2] == ["overspill", "serve"]
 
 
 def test_bench_measures_prints_and_keeps(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,12 @@ def command(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            "--ranks", metavar="N", min=1, help="Tensor-parallel ranks of --emit vllm.", rich_help_panel=OUTPUT
+        ),
+    ] = 1,
     *,
     shared: Shared,
 ) -> None:
@@ -61,6 +67,8 @@ def command(
         )
     if gpu is not None and (settings.engine.device not in ("auto", "cuda") or settings.engine.device_memory_bytes):
         raise ConfigError("--gpu stands for the device and its memory", hint="leave out --device and --device-memory")
+    if ranks != 1 and emit is None:
+        raise ConfigError("--ranks without --emit: a plan is of one rank", hint="--emit vllm")
     if compare and emit is not None:
         raise ConfigError("--compare and --emit are two answers", hint="one of them")
     host_bytes = parse_bytes(host_memory, bare="GiB", field="host_memory") if host_memory is not None else None
@@ -73,7 +81,7 @@ def command(
     if compare:
         _compare(prepared, settings, shared)
     elif emit is not None:
-        _emit(prepared.plan, settings, emit, model, shared)
+        _emit(prepared, emit, ranks, model, shared)
     else:
         _show(prepared.plan, shared)
 
@@ -125,10 +133,20 @@ def _compare(prepared: Any, settings: Any, shared: Shared) -> None:
         out.print(render_alternatives(found))
 
 
-def _emit(plan: Any, settings: Any, engine: str, model: str, shared: Shared) -> None:
+def _emit(prepared: Any, engine: str, ranks: int, model: str, shared: Shared) -> None:
     from overspill.advice import advise, as_json, render
+    from overspill.machine.named import NamedDevice
 
-    advice = advise(plan, settings, engine, model_name=model)
+    device = prepared.device
+    total_bytes = int(device.gpu.memory_gib * (1 << 30)) if isinstance(device, NamedDevice) else None
+    advice = advise(
+        prepared.plan,
+        prepared.settings,
+        engine,
+        model_name=model,
+        ranks=ranks,
+        device_total_bytes=total_bytes,
+    )
     if shared.json_output:
         print(json.dumps(as_json(advice)))
     else:

@@ -1,0 +1,50 @@
+"""What several engines must be told of a plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from overspill.model.weights import Weight
+from overspill.plan import Access, Placement, Plan, Tier
+
+
+def off_device(plan: Plan) -> list[Placement]:
+    """What the plan keeps elsewhere than in the device's memory, in declaration order."""
+    return [p for p in plan.placements if p.tier is not Tier.DEVICE]
+
+
+def unified(plan: Plan) -> bool:
+    """Whether the device computes in host memory, so that nothing is moved, but at most left on disk."""
+    return plan.memory.unified
+
+
+def total_bytes(weights: Sequence[Weight]) -> int:
+    return sum(weight.nbytes for weight in weights)
+
+
+def main_dtype(plan: Plan) -> torch.dtype:
+    """What most bytes of the plan are computed in."""
+    total: Counter[torch.dtype] = Counter()
+    for weight in plan.model:
+        total[weight.dtype] += weight.nbytes
+    return total.most_common(1)[0][0]
+
+
+def dtype_name(plan: Plan) -> str:
+    return str(main_dtype(plan)).removeprefix("torch.")
+
+
+def is_gguf(plan: Plan) -> bool:
+    return plan.model.checkpoint is not None and plan.model.checkpoint.format == "gguf"
+
+
+def by_access(plan: Plan, access: Access) -> list[Weight]:
+    """Weights off the device that are used in this way."""
+    return [p.weight for p in off_device(plan) if p.access is access]
+
+
+def few(names: Sequence[str], count: int = 3) -> str:
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

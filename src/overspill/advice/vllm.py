@@ -1,0 +1,130 @@
+"""A plan as `vllm serve`: backend, budget and selectors as vLLM 0.33 really takes them, and what it then moves."""
+
+from __future__ import annotations
+
+import math
+
+from overspill.advice.facts import dtype_name, is_gguf, off_device, unified
+from overspill.advice.record import Advice
+from overspill.advice.vllm_tensors import host_bytes
+from overspill.advice.vllm_ways import Way, nearest_way
+from overspill.advice.vllm_words import cannot_do, what_moves
+from overspill.config import Settings, format_bytes
+from overspill.config.environment import DISABLE_PIN_MEMORY, DISABLE_UVA
+from overspill.plan import Plan
+
+
+def advise_vllm(
+    plan: Plan, settings: Settings, model_name: str, *, ranks: int = 1, device_total_bytes: int | None = None
+) -> Advice:
+    """`engines.advise` for vLLM."""
+    command = ["vllm", "serve", model_name, "--dtype", dtype_name(plan)]
+    command += ["--max-model-len", str(plan.context_tokens), "--max-num-seqs", str(plan.sequences)]
+    if ranks > 1:
+        command += ["--tensor-parallel-size", str(ranks)]
+    notes: list[str] = []
+    share, told = _device_share(settings, device_total_bytes)
+    command += share
+    notes += told
+    command += _of_the_checkpoint(settings)
+    if unified(plan):
+        return _in_host_memory(plan, tuple(command), ranks, tuple(notes))
+
+    environment = {
+        name: "1"
+        for name, on in (
+            (DISABLE_PIN_MEMORY, settings.environment.disable_pin_memory),
+            (DISABLE_UVA, settings.environment.disable_uva),
+        )
+        if on
+    }
+    way = nearest_way(plan, settings, ranks)
+    command += way.flags
+    if way.budget_bytes and settings.environment.disable_uva:
+        command.append("--enforce-eager")  # only views of host memory go into CUDA graphs
+    notes += what_moves(plan, way, ranks)
+    cannot = cannot_do(plan, way)
+    taken_bytes, host_notes, lacking = _host(plan, way, ranks, environment)
+    notes += [*host_notes, *_limits(plan, way)]
+    return Advice("vllm", tuple(command), environment, tuple(notes), (*cannot, *lacking), taken_bytes)
+
+
+def _of_the_checkpoint(settings: Settings) -> list[str]:
+    engine = settings.engine
+    flags = ["--revision", engine.revision] if engine.revision is not None else []
+    flags += ["--seed", str(engine.seed)] if engine.seed else []
+    return flags + (["--trust-remote-code"] if engine.trust_remote_code else [])
+
+
+def _device_share(settings: Settings, total: int | None) -> tuple[list[str], list[str]]:
+    stated = settings.engine.device_memory_bytes
+    if stated is None:
+        return [], []
+    if total is None or stated > total:
+        return [], [
+            f"{format_bytes(stated)} of device memory were stated; vLLM takes a share of the GPU's memory: "
+            f"--gpu-memory-utilization is {stated} divided by its bytes"
+        ]
+    return ["--gpu-memory-utilization", f"{max(1, math.floor(1000 * stated / total)) / 1000:g}"], []
+
+
+def _host(
+    plan: Plan, way: Way, ranks: int, environment: dict[str, str]
+) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
+    """What vLLM takes of host memory, notes, and what is lacking; may switch pinning off in `environment`."""
+    if not way.taken:
+        return 0, (), ()
+    exact, rounded = (host_bytes(way.taken, ranks, rounded=each) for each in (False, True))
+    available = plan.memory.available_host_bytes
+    of_ranks = f" over {ranks} ranks" if ranks > 1 else ""
+    notes = [
+        f"host memory: {format_bytes(exact)} ({exact} bytes) of weights{of_ranks}; pinned, each tensor takes the next "
+        f"power of two: {format_bytes(rounded)}, {rounded / exact:.2f} x"
+    ]
+    if DISABLE_PIN_MEMORY not in environment and rounded > available:
+        environment[DISABLE_PIN_MEMORY] = "1"
+        effect = (
+            "copies then come from pageable memory and hold up the computing"
+            if way.whole
+            else "vLLM then maps exact sizes, and reads them in place all the same"
+        )
+        notes.append(f"{DISABLE_PIN_MEMORY}=1: rounded, the {format_bytes(available)} there are would not do; {effect}")
+    taken = exact if DISABLE_PIN_MEMORY in environment else rounded
+    lacking = (
+        [f"hold its part in host memory: it takes {format_bytes(taken)}, and {format_bytes(available)} are available"]
+        if taken > available
+        else []
+    )
+    return taken, tuple(notes), tuple(lacking)
+
+
+def _limits(plan: Plan, way: Way) -> list[str]:
+    """What the figures do not hold for."""
+    notes = []
+    if getattr(plan.model.config, "quantization_config", None) is not None or is_gguf(plan):
+        notes.append(
+            f"the checkpoint is packed; the figures are for its weights as {dtype_name(plan)}, vLLM keeps what it can "
+            "packed"
+        )
+    if len(plan.model.stacks) > 1 and way.taken:
+        others = ", ".join(stack.path for stack in plan.model.stacks[1:])
+        notes.append(
+            f"the model has more stacks of layers ({others}): where vLLM builds one with the same helper, a budget "
+            "without selectors takes it first, and prefetch refuses it"
+        )
+    return notes
+
+
+def _in_host_memory(plan: Plan, command: tuple[str, ...], ranks: int, notes: tuple[str, ...]) -> Advice:
+    """The device is the CPU: vLLM has nothing to offload there, and holds every weight in memory."""
+    total, available = plan.model.nbytes, plan.memory.available_host_bytes
+    cannot = []
+    if on_disk := sum(p.weight.nbytes for p in off_device(plan)):
+        cannot.append(
+            f"leave {format_bytes(on_disk)} of weights on disk, as this plan does "
+            f"({', '.join(plan.ways)}): it holds all of them in memory"
+        )
+    if total > available:
+        cannot.append(f"hold the model: {format_bytes(total)} of weights, and {format_bytes(available)} are available")
+    notes = (*notes, "on a CPU nothing is offloaded: vLLM's own build for CPUs reads weights where they are")
+    return Advice("vllm", command, {}, notes, tuple(cannot), total)
