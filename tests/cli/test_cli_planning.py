@@ -11,6 +11,8 @@ from command_line import Cli
 from transformers import LlamaConfig
 
 from emulated_runs import emulated
+from overspill import advice
+from overspill.cli.plan import ENGINES
 from overspill.machine import measure, rates
 from overspill.machine.observed import KEPT, correction, observations, remember
 from overspill.machine.rates import MachineReport, Rates, fingerprint, save_report
@@ -94,6 +96,7 @@ def test_what_cannot_be_planned_is_refused(options: tuple[str, ...], message: st
 
 
 def test_the_same_is_written_for_other_engines(dense: Path, cli: Cli) -> None:
+    assert ENGINES == advice.ENGINES
     asked = ("plan", dense, "--gpu", "L40S", "--host-memory", "512GiB", "--max-model-len", 8192, "--emit")
     vllm = cli(*asked, "vllm", "--ranks", 2).out
     assert vllm.startswith(f"vllm serve {dense} ")
@@ -101,8 +104,8 @@ def test_the_same_is_written_for_other_engines(dense: Path, cli: Cli) -> None:
     assert "--tensor-parallel-size 2" in vllm
     assert "power of two" in vllm
     assert cli(*asked, "llama.cpp").out.startswith("llama-server -m ")
-    advice = json.loads(cli(*asked, "overspill", "--json").out)
-    assert advice["command"][:2] == ["overspill", "serve"]
+    found = json.loads(cli(*asked, "overspill", "--json").out)
+    assert found["command"][:2] == ["overspill", "serve"]
 
 
 def test_bench_measures_prints_and_keeps(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from overspill.cli.progress import out
 from overspill.config import parse_bytes
 from overspill.errors import ConfigError
 
+ENGINES = ("vllm", "llama.cpp", "overspill")
+
 
 @shared_options
 def command(
@@ -67,6 +69,8 @@ def command(
         )
     if gpu is not None and (settings.engine.device not in ("auto", "cuda") or settings.engine.device_memory_bytes):
         raise ConfigError("--gpu stands for the device and its memory", hint="leave out --device and --device-memory")
+    if emit is not None and emit not in ENGINES:
+        raise ConfigError(f'--emit is "{emit}"', hint=f"one of {', '.join(ENGINES)}")
     if ranks != 1 and emit is None:
         raise ConfigError("--ranks without --emit: a plan is of one rank", hint="--emit vllm")
     if compare and emit is not None:
