@@ -31,7 +31,7 @@ def test_one_architecture_by_class_or_model_type(name: str, cli: Cli) -> None:
 
 
 def test_what_is_refused_says_why(cli: Cli) -> None:
-    assert "not placement: placement: DbrxForCausalLM computes" in cli("support", "--arch", "dbrx").out
+    assert "not placement: DbrxForCausalLM computes" in cli("support", "--arch", "dbrx").out
     (row,) = json.loads(cli("support", "--arch", "gemma4_assistant", "--json").out)
     assert (row["status"], row["backends"]) == ("refused", [])
     assert "does not run alone" in row["reason"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma3Config, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -219,3 +220,33 @@ def test_the_generation_config_is_the_folders_own_or_made_from_the_model(tiny: M
     assert hf.load_generation_config(tmp_path, config).eos_token_id == config.eos_token_id
     GenerationConfig(eos_token_id=[7, 9]).save_pretrained(tmp_path)
     assert hf.load_generation_config(tmp_path, config).eos_token_id == [7, 9]
+
+
+@pytest.mark.parametrize(
+    "architectures",
+    [None, [], [None], [5], ["NoSuchClass"], ["GenerationMixin"], ["LlamaModel"], ["Qwen3ForCausalLM"], ["Pipeline"]],
+)
+def test_a_class_that_the_checkpoint_cannot_mean_is_passed_over(architectures: Any) -> None:
+    config = TINY["llama"].config()
+    config.architectures = architectures
+    assert type(hf.build_skeleton(config, torch.float32)).__name__ == "LlamaForCausalLM"
+
+
+def test_the_class_that_the_checkpoint_names_is_built() -> None:
+    config = Gemma3Config(text_config=TINY["gemma3"].config().to_dict(), vision_config={"num_hidden_layers": 1})
+    config.architectures = ["Gemma3ForConditionalGeneration"]
+    assert type(hf.build_skeleton(config, torch.float32)).__name__ == "Gemma3ForConditionalGeneration"
+
+
+def test_code_that_the_checkpoint_brings_goes_before_a_class_of_its_name(tmp_path: Path) -> None:
+    TINY["llama"].save(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from transformers import LlamaForCausalLM as Theirs\n\n\nclass LlamaForCausalLM(Theirs):\n    mine = True\n"
+    )
+    file = tmp_path / "config.json"
+    told = json.loads(file.read_text()) | {"auto_map": {"AutoModelForCausalLM": "mine.LlamaForCausalLM"}}
+    file.write_text(json.dumps(told))
+    for trusted in (True, False):
+        config = hf.load_config(tmp_path, trust_remote_code=trusted)
+        skeleton = hf.build_skeleton(config, torch.float32, trust_remote_code=trusted)
+        assert getattr(skeleton, "mine", False) is trusted

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import embedding, linear
-from transformers import GPT2Config, PretrainedConfig, WhisperConfig
+from torch.nn.functional import embedding, linear, scaled_dot_product_attention
+from transformers import GPT2Config, GPTNeoConfig, PretrainedConfig, T5Config, WhisperConfig
 
 from emulated_runs import emulated, mapped, settings_for
 from overspill.model import hf
@@ -186,6 +186,64 @@ def test_what_an_architecture_writes_is_seen() -> None:
 
     assert traced(rescaling).written == {"layers.0.weight"}
     assert traced(lambda x, a, b: b(a(x))).written == set()
+
+
+def test_a_list_of_weights_that_is_written_at_once_is_seen() -> None:
+    def rescaling(x: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
+        torch._foreach_mul_([a.weight, b.weight], 0.5)
+        return b(a(x))
+
+    assert traced(rescaling).written == {"layers.0.weight", "layers.1.weight"}
+
+
+def test_what_attention_is_given_of_a_layer_is_seen() -> None:
+    def attending(x: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
+        hidden = b(a(x))[:, None]
+        return scaled_dot_product_attention(hidden, a.weight[None, None], hidden.new_ones(1, 1, 4, 4))
+
+    assert traced(attending).outside_reads == {"layers.0.weight"}
+
+
+def test_layers_that_run_until_a_value_is_reached_end_the_trace() -> None:
+    def until(x: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
+        while not (x > 0).all():
+            x = b(a(x))
+        return x
+
+    result = traced(until)
+    assert result.failure is not None
+    assert "how often hangs on values" in result.failure
+
+
+def test_a_row_of_ids_that_chooses_in_the_second_place_reads_the_first_alone() -> None:
+    """index_select(table, 0, ids): the ids are no parameter; a parameter as ids' neighbour is read whole."""
+    result = traced(lambda x, a, b: a(x) + torch.gather(x, 2, torch.zeros(1, 3, 4, dtype=torch.long)) @ b.weight)
+    assert result.reads is not None
+    assert (result.reads["layers.1.weight"].whole_bytes, result.reads["layers.1.weight"].token_bytes) == (64, 0)
+
+
+def test_the_cache_of_an_encoder_decoder_is_counted() -> None:
+    config = T5Config(
+        vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_decoder_layers=2, num_heads=2,
+        architectures=["T5ForConditionalGeneration"], decoder_start_token_id=0,
+    )  # fmt: skip
+    skeleton = hf.build_skeleton(config, torch.float32)
+    result = trace(skeleton, find_stacks(skeleton), tokens=5)
+    assert (result.failure, result.decode_failure) == (None, None)
+    assert result.kv_cache_bytes == 2 * 2 * 2 * (5 * 8 * 4)  # layers, keys and values, own and of the encoder
+
+
+def test_a_decode_step_past_the_last_position_is_traced_after_a_shorter_prompt() -> None:
+    config = GPTNeoConfig(
+        vocab_size=16, hidden_size=8, num_layers=2, num_heads=2, max_position_embeddings=16,
+        attention_types=[[["global"], 2]],
+    )  # fmt: skip
+    skeleton = hf.build_skeleton(config, torch.float32)
+    result = trace(skeleton, find_stacks(skeleton), tokens=16)
+    assert (result.failure, result.decode_failure) == (None, None)
+    assert result.outside_reads == frozenset()
+    assert result.reads is not None
+    assert result.reads["transformer.wte.weight"].token_bytes == 8 * 4
 
 
 def test_what_a_decode_step_does_not_read_is_an_encoder() -> None:

@@ -282,6 +282,19 @@ def test_a_layer_that_runs_within_another_never_shares_its_buffer(known: bool) -
     assert torch.equal(run(placed)[0], expected(twin))
 
 
+def test_a_layer_in_use_keeps_its_buffer_whatever_runs_within_it() -> None:
+    """Of five layers in two buffers layer 2 runs layer 1, unseen: when that has run, its buffer alone is given on."""
+    twin, model = Chain(5), Chain(5)
+    placed = placed_chain(mapped_chain(model), prefetch(step=2))
+    for chain in (twin, model):
+        inner, outer = chain.layers[1], chain.layers[2]
+        forward: Any = outer.forward
+        outer.forward = lambda hidden, f=forward, i=inner: f(i(hidden))  # type: ignore[method-assign]
+        chain.order = [0, 3, 2, 4]
+    for _ in range(3):
+        assert torch.equal(run(placed)[0], expected(twin))
+
+
 def test_the_ring_follows_the_order_in_which_layers_run() -> None:
     order = [4, 3, 2, 1, 0]
     placed = placed_chain(mapped_chain(Chain(5, order)), prefetch(step=2))

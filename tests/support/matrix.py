@@ -87,7 +87,7 @@ class Trial:
                 way()
                 backends.append(name)
             except (ConfigError, UnsupportedModelError) as refused:
-                limits[name] = " ".join(refused.message.split())
+                limits[name] = " ".join(refused.message.split()).removeprefix(f"{name}: ")
         architecture, model_type = self.tiny.architecture, self.tiny.model_type
         return Row(architecture, model_type, "supported", tuple(backends), None, limits, tuple(self.features()))
 

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Llama4Config, Llama4ForConditionalGeneration, T5Config, T5ForConditionalGeneration
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    Qwen3_5ForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import overspill
 from architectures import tiny
@@ -44,7 +51,7 @@ def test_of_a_small_budget_the_tower_goes_first_since_decoding_does_not_read_it(
     plan = overspill.plan(tmp_path, {"uva": {"cpu_offload_gb": tower / 2 / (1 << 30)}}, device="emulated")
     assert {p.weight.step_bytes(1) for p in plan.on(Tier.HOST)} == {0}
     assert plan.step.link_bytes == 0
-    assert {p.reason for p in plan.on(Tier.HOST)} == {"budget: decoding does not read it"}
+    assert {p.reason for p in plan.on(Tier.HOST)} == {"budget: decoding text does not read it"}
 
 
 def test_an_encoder_decoder_answers_text(tmp_path: Path) -> None:
@@ -65,7 +72,7 @@ def test_an_encoder_decoder_answers_text(tmp_path: Path) -> None:
     assert engine.plan.ring is not None
     assert {layer.stack for layer in engine.plan.ring.layers} == {"decoder.block"}
     with pytest.raises(UnsupportedModelError, match="reads a prompt with an encoder"):
-        refuse_no_text(engine.plan.model, served=True)
+        refuse_no_text(engine.plan.model, by_steps="serve")
 
 
 def test_text_for_a_model_of_sound_is_refused(tmp_path: Path) -> None:
@@ -91,3 +98,30 @@ def test_where_transformers_cannot_run_the_whole_over_text_the_language_model_al
     assert any("does not run over text in this transformers" in note for note in plan.notes)
     engine = overspill.load(tmp_path, EVERYTHING, device="emulated", max_model_len=32)
     assert engine.generate([5, 6], SamplingParams(max_tokens=2)).token_ids
+
+
+def test_a_checkpoint_whose_towers_were_taken_away_is_loaded_as_its_language_model(tmp_path: Path) -> None:
+    live = tiny("qwen3_5").config
+    torch.manual_seed(0)
+    whole = Qwen3_5ForConditionalGeneration(live)
+    whole.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if "visual" not in name}
+    save_file(tensors, file, metadata={"format": "pt"})
+    plan = overspill.plan(tmp_path, device="emulated", max_model_len=32)
+    assert plan.model.architecture == "Qwen3_5ForCausalLM"
+    assert any("has not all of the class that it names" in note for note in plan.notes)
+    tensors.pop(next(name for name in tensors if "mlp" in name))
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"model\.visual"):
+        overspill.plan(tmp_path, device="emulated", max_model_len=32)
+
+
+def test_an_encoder_decoder_without_a_first_token_says_so(tmp_path: Path) -> None:
+    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    engine = overspill.load(tmp_path, device="emulated", max_model_len=32)
+    with pytest.raises(UnsupportedModelError, match="no token that its decoder starts with"):
+        engine.generate([5, 6], SamplingParams(max_tokens=2))
+    with pytest.raises(UnsupportedModelError, match="reads a prompt with an encoder"):
+        overspill.compare(tmp_path, candidate=EVERYTHING, prompts=[[5]], max_tokens=2, device="emulated")

@@ -128,7 +128,7 @@ def command(
         from overspill.serve.listen import run
 
         prepared = prepare(name, settings)
-        refuse_no_text(prepared.plan.model, served=True)
+        refuse_no_text(prepared.plan.model, by_steps="serve")
         _tell(prepared.plan)
         with loading(prepared.checkpoint.nbytes) as progress:
             engine = start(prepared, progress)

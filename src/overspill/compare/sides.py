@@ -111,7 +111,7 @@ def make_contest(
 
     shown = tuple(p if isinstance(p, str) else f"token ids {' '.join(map(str, p))}" for p in prompts)
     moving = prepare(model, wanted, device).plan
-    refuse_no_text(moving.model)
+    refuse_no_text(moving.model, by_steps="compare")
     if not only_limited:
         _refuse_moving_nothing(moving)
     try:

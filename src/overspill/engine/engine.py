@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from overspill.engine.sampling import Completion, SamplingParams, Step
 from overspill.engine.tokens import TextStream, encode, refuse_length, refuse_no_text
-from overspill.errors import ConfigError
+from overspill.errors import ConfigError, UnsupportedModelError
 from overspill.machine.device import Device
 from overspill.model.hf import cache_of, forget_longest, tensors_in
 from overspill.offload.ledger import Ledger
@@ -87,11 +87,17 @@ class Engine:
         eos = [] if ignore_eos else self.eos_token_ids()
         device = self.placed.device
         model: Any = self.placed.model
+        start = next(iter((*self._special("decoder_start_token_id"), *self._special("bos_token_id"))), None)
+        if self.plan.model.encodes and start is None:
+            raise UnsupportedModelError(
+                f"{self.plan.model.architecture} has no token that its decoder starts with",
+                hint='"decoder_start_token_id" in generation_config.json',
+            )
         config = GenerationConfig(
             **params.generation_arguments(),
             eos_token_id=eos or None,
             pad_token_id=self._pad_token(),
-            decoder_start_token_id=next(iter(self._special("decoder_start_token_id")), None),
+            decoder_start_token_id=start if self.plan.model.encodes else None,
             return_dict_in_generate=True,
             output_logits=logits,
         )

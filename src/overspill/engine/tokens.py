@@ -53,10 +53,10 @@ def refuse_length(prompt_tokens: int, max_tokens: int, context_tokens: int) -> N
         )
 
 
-def refuse_no_text(model: ModelMap, *, served: bool = False) -> None:
+def refuse_no_text(model: ModelMap, *, by_steps: str | None = None) -> None:
     """UnsupportedModelError where a prompt of text is nothing that the model goes on from.
 
-    `served`: requests are batched token by token, which an encoder is no part of.
+    `by_steps`: a command that takes each pass for a prompt or a token of one sequence, which an encoder is no part of.
     """
     in_python = "in Python `placed = overspill.load(…).placed` has the model, and placed.model.generate(…) takes it"
     if not model.takes_text:
@@ -64,9 +64,9 @@ def refuse_no_text(model: ModelMap, *, served: bool = False) -> None:
         raise UnsupportedModelError(
             f"{model.architecture} is given {taken}, and no text", hint=f"{in_python} inside `with placed.running():`"
         )
-    if served and model.encodes:
+    if by_steps is not None and model.encodes:
         raise UnsupportedModelError(
-            f"{model.architecture} reads a prompt with an encoder, which `serve` has no batches for",
+            f"{model.architecture} reads a prompt with an encoder, which is no step of those that `{by_steps}` knows",
             hint=f"`overspill run`; {in_python} inside `with placed.running():`",
         )
 

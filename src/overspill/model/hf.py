@@ -28,6 +28,7 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
     PretrainedConfig,
+    PreTrainedModel,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -37,6 +38,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput
 
 from overspill.errors import UnsupportedModelError
 
@@ -98,17 +100,18 @@ def _own_class(config: PretrainedConfig) -> Any:
     A checkpoint of a model with towers is thereby loaded with them, and an encoder-decoder with its encoder.
     """
     for name in getattr(config, "architectures", None) or ():
-        own: Any = getattr(transformers, name, None)
-        generates = isinstance(own, type) and issubclass(own, GenerationMixin)
+        own: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+        generates = isinstance(own, type) and issubclass(own, PreTrainedModel) and issubclass(own, GenerationMixin)
         if generates and own.config_class is type(config):
             return own
     return None
 
 
-def has_text_class(config: PretrainedConfig, model: nn.Module) -> bool:
-    """Whether transformers has another class for text alone than that of `model`."""
+def has_text_class(config: PretrainedConfig) -> bool:
+    """Whether transformers has another class for text alone than the one that the checkpoint names."""
     text: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return text is not None and text is not type(model)
+    own = _own_class(config)
+    return text is not None and own is not None and text is not own
 
 
 def build_skeleton(
@@ -118,7 +121,8 @@ def build_skeleton(
 
     Of the class that the checkpoint names; with `text_alone` of transformers' causal language model.
     """
-    own = None if text_alone else _own_class(config)
+    brought = trust_remote_code and bool(getattr(config, "auto_map", None))  # the checkpoint has code of its own
+    own = None if text_alone or brought else _own_class(config)
     named = own.__name__ if own is not None else type(config).__name__
     with _translated(f"{named}: transformers cannot build a language model from this"), torch.device("meta"):
         model: Any = (
@@ -255,7 +259,7 @@ def decode_inputs(model: nn.Module, prompt: Mapping[str, Any], output: Any) -> d
     given = {name: value for name, value in prompt.items() if name == "logits_to_keep"}
     name = "decoder_input_ids" if "decoder_input_ids" in prompt else "input_ids"
     given[name] = prompt[name][:, :1]
-    return given if encoded is None else {**given, "encoder_outputs": (encoded,)}
+    return given if encoded is None else {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=encoded)}
 
 
 def forget_longest(model: nn.Module) -> None:
@@ -290,7 +294,7 @@ def cache_argument(model: nn.Module) -> str:
     return next((n for n in _CACHE_NAMES if n in parameters), "past_key_values")
 
 
-def tensors_in(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, depth: int = 9) -> Iterator[torch.Tensor]:
     """Every tensor that a cache object holds, also in its layers."""
     if isinstance(value, torch.Tensor):
         yield value

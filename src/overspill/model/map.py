@@ -104,16 +104,26 @@ def map_model(
             sources, unused = _safetensors_sources(checkpoint, skeleton)
         return _join(skeleton, sources, unused, checkpoint, tokens=tokens, sequences=sequences)
 
-    own = mapped(text_alone=False)
-    if own.trace.failure is None or not hf.has_text_class(config, own.skeleton):
-        return own
-    text = mapped(text_alone=True)
-    if text.trace.failure is not None:
-        return own
-    note = (
-        f"{own.architecture} does not run over text in this transformers ({own.trace.failure}), so its language model "
-    )
-    return replace(text, notes=(f"{note}alone is loaded, as {text.architecture}",))
+    if not hf.has_text_class(config):
+        return mapped(text_alone=False)
+    own, refused = None, None
+    try:
+        own = mapped(text_alone=False)
+        if own.trace.failure is None:
+            return own
+        why = f"{own.architecture} does not run over text in this transformers ({own.trace.failure})"
+    except UnsupportedModelError as error:
+        refused, why = error, "the checkpoint has not all of the class that it names"
+    try:
+        text = mapped(text_alone=True)
+    except UnsupportedModelError as error:
+        text, refused = None, refused or error
+    if text is not None and text.trace.failure is None:
+        return replace(text, notes=(f"{why}, so its language model alone is loaded, as {text.architecture}",))
+    if own is None:
+        assert refused is not None
+        raise refused
+    return own
 
 
 def map_live(model: nn.Module, *, tokens: int, sequences: int = 1) -> ModelMap:

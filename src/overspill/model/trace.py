@@ -87,6 +87,8 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
 
     def enter(module: nn.Module, args: Any) -> None:
         order.append(layers[module])
+        if len(order) > _ENDLESS * len(layers):
+            raise RuntimeError(f"its layers ran {_ENDLESS} times and more: how often hangs on values")
         if running:  # a layer within another: both would be in use at once
             outside.update(weights[running[-1]], weights[module])
         running.append(module)
@@ -106,11 +108,12 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
         stack.enter_context(observed_experts(model, lambda experts, k: top_k.__setitem__(paths[experts], k)))
         stack.enter_context(_buffers_on_meta(model))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_FusedAttention())
-        observer = stack.enter_context(_Observer(model, read))
+        observer = _Observer(model, read)
+        stack.enter_context(_FusedAttention(observer))
+        stack.enter_context(observer)
         stack.enter_context(torch.device("meta"))
-        given = inputs(model, tokens=tokens, sequences=sequences)
         try:
+            given = inputs(model, tokens=tokens, sequences=sequences)
             output = model(**given, use_cache=True)
             kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(cache_of(output))}
             kv_cache_bytes = sum(kept.values())
@@ -127,6 +130,15 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
                 reads = observer.reads(sequences)
             except Exception as error:  # as above
                 decode_failure = _first_line(error)
+            if decode_failure is not None and tokens > _SHORT:  # perhaps that was one token more than the model takes
+                running.clear()  # of layers that the first try did not leave
+                with contextlib.suppress(Exception):  # the reason of the first try is kept
+                    short = inputs(model, tokens=_SHORT, sequences=sequences)
+                    output = model(**short, use_cache=True)
+                    observer.forget_reads()
+                    kept_there = {cache_argument(model): cache_of(output)}
+                    model(**decode_inputs(model, short, output), use_cache=True, **kept_there)
+                    reads, decode_failure = observer.reads(sequences), None
     return Trace(
         tokens,
         sequences,
@@ -150,6 +162,9 @@ def _token_bytes(kept: torch.Tensor) -> int:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+_SHORT = 8
 
 
 @contextmanager
@@ -180,11 +195,15 @@ def _buffers_on_meta(model: nn.Module) -> Iterator[None]:
 class _FusedAttention(TorchFunctionMode):
     """Attention as the fused kernels do it: no matrix of scores is kept."""
 
+    def __init__(self, observer: _Observer) -> None:
+        self._observer = observer
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
             query, value = args[0], args[2]
+            self._observer.see(tree_iter((args, kwargs)))
             return query.new_empty(*query.shape[:-1], value.shape[-1])
         return func(*args, **(kwargs or {}))
 
@@ -228,6 +247,21 @@ _GUESSED = {
 }
 
 
+_ENDLESS = 256
+"""A pass that runs all layers so often is one whose end hangs on values, of which there are none."""
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that an operation changes, in lists of them too."""
+    if not func._schema.is_mutable:
+        return
+    arguments = func._schema.arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    for argument in arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from (t for t in tree_iter(given.get(argument.name)) if isinstance(t, torch.Tensor))
+
+
 _GATHERS = frozenset({"embedding", "index_select", "index", "gather"})
 
 
@@ -268,7 +302,7 @@ class _Observer(TorchDispatchMode):
         guess: Any = _GUESSED.get(func)
         self.guesses += guess in (_scalar, _nonzero)
         result = (guess or func)(*args, **kwargs)
-        self._count(func, args, arguments.values(), result)
+        self._count(func, args, kwargs, arguments.values(), result)
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
@@ -279,8 +313,11 @@ class _Observer(TorchDispatchMode):
                     weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes()).atexit = False
         return result
 
-    def _count(self, func: Any, args: tuple[Any, ...], arguments: Iterable[torch.Tensor], result: Any) -> None:
-        """What this operation reads of parameters."""
+    def _count(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Iterable[torch.Tensor], result: Any
+    ) -> None:
+        """What this operation reads of parameters, and which it writes."""
+        written = {id(tensor) for tensor in _written(func, args, kwargs)}
         gathers = func.overloadpacket.__name__ in _GATHERS
         made = {t.untyped_storage()._cdata for t in tree_iter(result) if isinstance(t, torch.Tensor)}
         for argument in arguments:
@@ -288,15 +325,25 @@ class _Observer(TorchDispatchMode):
             name = self.parameters.get(storage)
             if name is None or not argument.numel():
                 continue
-            if storage in made:  # a view of it, or itself changed
-                if func._schema.is_mutable:
-                    self.written.add(name)
+            if id(argument) in written:
+                self.written.add(name)
+            elif storage in made:  # a view of it
                 continue
-            self.read(name)
-            self.times[name] += 1
-            if gathers and argument is args[0]:
+            elif gathers and argument is args[0]:
+                self.read(name)
+                self.times[name] += 1
                 self.gathered_bytes[name] += result.numel() * result.itemsize
             else:
+                self.see([argument])
+
+    def see(self, arguments: Iterable[Any]) -> None:
+        """Whole reads of what of these is a parameter, or a view of one."""
+        for argument in arguments:
+            if not isinstance(argument, torch.Tensor):
+                continue
+            if (name := self.parameters.get(argument.untyped_storage()._cdata)) is not None:
+                self.read(name)
+                self.times[name] += 1
                 sizes = zip(argument.shape, argument.stride(), strict=True)
                 self.whole_bytes[name] += math.prod(n for n, stride in sizes if stride) * argument.itemsize
 

@@ -96,7 +96,7 @@ def _why_budget(weight: Weight, order: str) -> str:
     if order == "declaration":
         return "budget, in declaration order"
     if not weight.step_bytes(1):
-        return "budget: decoding does not read it"
+        return "budget: decoding text does not read it"
     if not weight.reads.whole_bytes and weight.routing is None:
         return "budget: a step reads only the rows it looks up"
     if weight.routing is not None:
