@@ -139,7 +139,7 @@ class Prefetcher:
 
     def _start(self, index: int) -> None:
         buffer = self._buffer(index)
-        if buffer.holds == index or buffer.used_by is not None:
+        if buffer.holds == index:
             return
         if buffer.fetch is not None:
             buffer.fetch.settle()  # a copy that nobody came for
