@@ -1,8 +1,8 @@
 """What plans forecast of time and memory, held against what then happens.
 
-The machine is measured first (`overspill bench`'s figures, in this very process); each way is planned with them, loaded
-and run: a prompt, and decode steps of one sequence. Emulated links of three speeds, experts on the CPU, the
-CPU itself, and layers read from disk.
+Before each way the machine is measured (`overspill bench`'s figures, in this very process); the way is planned with
+them, loaded and run: a prompt, and decode steps of one sequence. Emulated links of three speeds, experts on the CPU,
+the CPU itself, and layers read from disk.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ def measure(scale: Scale, cache: Path, tell: Callable[[str], None]) -> Report:
     torch.set_num_threads(1)  # the emulated link's thread has the other core
     folders = _models(scale, cache)
     sizes = {name: sum(f.stat().st_size for f in folder.glob("*.safetensors")) for name, folder in folders.items()}
-    measured: dict[str, Rates] = {}
     for case in _cases(scale):
-        kind = case.engine["device"]
         nbytes = sizes[case.model]
         engine = {"max_model_len": scale.prompt + scale.tokens, **case.engine}
         if share := engine.pop("memory_share", None):
@@ -86,14 +84,11 @@ def measure(scale: Scale, cache: Path, tell: Callable[[str], None]) -> Report:
         settings = resolve(case.document(nbytes), engine=engine, environ={})
         device = select_device(settings.engine)
         torch.set_num_threads(1)
-        if kind not in measured:
-            tell(f"measuring the {kind} device")
-            measured[kind] = measure_machine(device, cache).rates
-            gc.collect()
-            device = select_device(settings.engine)
-            torch.set_num_threads(1)
         tell(f"{case.model}, {case.way}")
-        report.rows.append(_row(case, folders[case.model], settings, device, measured[kind], scale))
+        rates = measure_machine(select_device(settings.engine), cache).rates  # in the same minute: machines change
+        gc.collect()
+        torch.set_num_threads(1)
+        report.rows.append(_row(case, folders[case.model], settings, device, rates, scale))
         gc.collect()
     times = [abs(row["time_ratio"] - 1) for row in report.rows]
     memories = [abs(row["memory_ratio"] - 1) for row in report.rows]

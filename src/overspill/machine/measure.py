@@ -23,18 +23,20 @@ from overspill.machine.device import Device, Transfer
 from overspill.machine.reads import FileReader
 
 ROUNDS = 7
-BEYOND_CACHES_BYTES = 256 << 20
+BEYOND_CACHES_BYTES = 1 << 30
+"""Several times what a large processor's last cache holds."""
 MANY_TOKENS = 256
 _WIDTH = 2048
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def products(device: Device, *, room_bytes: int = BEYOND_CACHES_BYTES) -> tuple[dict[str, float], dict[str, float]]:
+def products(device: Device) -> tuple[dict[str, float], dict[str, float]]:
     """(bytes a second of weights in products of one token, operations a second of many tokens), by dtype.
 
-    Takes `room_bytes` of the device's memory. The weights are matrices of 2048 by 2048, one after the other.
+    Takes up to BEYOND_CACHES_BYTES of the device's memory, for matrices of 2048 by 2048, used one after the other.
     """
     reading, computing = {}, {}
+    room_bytes = max(32 << 20, min(BEYOND_CACHES_BYTES, device.memory_bytes // 4))
     block = device.allocate(room_bytes, "weights")
     for name, dtype in _DTYPES.items():
         nbytes = _WIDTH * _WIDTH * dtype.itemsize
