@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from emulated_runs import mapped
@@ -70,3 +72,14 @@ def test_a_step_reads_its_share_of_the_experts(tiny: MakeTiny) -> None:
     assert experts[0].step_bytes(2) == pytest.approx(experts[0].nbytes * (1 - (2 / 3) ** 2))
     assert experts[0].step_bytes(1000) == pytest.approx(experts[0].nbytes)
     assert all(w.routing is None for w in model if w.role is not Role.ROUTED_EXPERT)
+
+
+def test_experts_of_layers_that_run_in_rounds_are_read_in_each(tiny: MakeTiny) -> None:
+    expert = next(w for w in mapped(tiny("qwen3_moe")) if w.role is Role.ROUTED_EXPERT)
+    assert replace(expert, runs=3).step_bytes(2) == pytest.approx(3 * expert.step_bytes(2))
+
+
+def test_rows_are_no_more_than_the_table(tiny: MakeTiny) -> None:
+    table = next(w for w in mapped(tiny("llama")) if w.role is Role.EMBEDDING)
+    assert table.step_bytes(3) == 3 * table.nbytes / table.shape[0]
+    assert table.step_bytes(10 * table.shape[0]) == table.nbytes
