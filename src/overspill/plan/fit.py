@@ -135,23 +135,30 @@ def _budget(
 def _groups(
     model: ModelMap, offload: OffloadConfig, works: Callable[[OffloadConfig], bool]
 ) -> tuple[str, OffloadConfig] | None:
-    """The least layers, in groups, that are copied ahead through two buffers, or one."""
-    layers = model.decoder.layers
+    """The least layers, one or two of each group, that are copied ahead through two buffers, or one."""
+    sizes = range(model.decoder.layers, 0, -1)
+    shares = sorted({(1, size) for size in sizes} | {(2, size) for size in sizes if size % 2 and size > 2}, key=_share)
     for step in (2, 1):
-        sizes = range(layers, 0, -1)
 
-        def with_size(size: int, step: int = step) -> OffloadConfig:
+        def grouped(share: tuple[int, int], step: int = step) -> OffloadConfig:
+            number, size = share
             prefetch = offload.prefetch.model_copy(
-                update={"offload_group_size": size, "offload_num_in_group": 1, "offload_prefetch_step": step}
+                update={"offload_group_size": size, "offload_num_in_group": number, "offload_prefetch_step": step}
             )
             return offload.model_copy(update={"prefetch": prefetch})
 
-        found = bisect_left(sizes, True, key=lambda size: works(with_size(size)))
-        if found < len(sizes):
-            size = sizes[found]
-            written = f"--offload-group-size {size}" + (f" --offload-prefetch-step {step}" if step > 1 else "")
-            return written, with_size(size)
+        found = bisect_left(shares, True, key=lambda share: works(grouped(share)))
+        if found < len(shares):
+            number, size = shares[found]
+            written = f"--offload-group-size {size}"
+            written += f" --offload-num-in-group {number}" if number > 1 else ""
+            return written + (f" --offload-prefetch-step {step}" if step > 1 else ""), grouped(shares[found])
     return None
+
+
+def _share(share: tuple[int, int]) -> float:
+    number, size = share
+    return number / size
 
 
 def _with_experts(
