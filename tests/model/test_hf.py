@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma3Config, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3nConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -250,3 +251,11 @@ def test_code_that_the_checkpoint_brings_goes_before_a_class_of_its_name(tmp_pat
         config = hf.load_config(tmp_path, trust_remote_code=trusted)
         skeleton = hf.build_skeleton(config, torch.float32, trust_remote_code=trusted)
         assert getattr(skeleton, "mine", False) is trusted
+
+
+@pytest.mark.skipif(importlib.util.find_spec("timm") is not None, reason="it is installed")
+def test_what_a_model_needs_and_is_not_installed_is_in_the_hint() -> None:
+    with pytest.raises(UnsupportedModelError, match="packages that it needs are not installed") as refused:
+        hf.build_skeleton(Gemma3nConfig(), torch.float32)
+    assert "pip install" in (refused.value.hint or "")
+    assert "timm" in (refused.value.hint or "")

@@ -50,6 +50,12 @@ def _translated(what: str) -> Iterator[None]:
     """The edge where whatever transformers raises over a model's own files becomes our error, its cause kept."""
     try:
         yield
+    except ImportError as error:
+        wanted = dict.fromkeys(re.findall(r"pip install ([\w-]+)", str(error)))
+        raise UnsupportedModelError(
+            f"{what}: packages that it needs are not installed",
+            hint=f"pip install {' '.join(wanted)}" if wanted else str(error),
+        ) from error
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         custom = "trust_remote_code" in text
