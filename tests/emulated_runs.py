@@ -64,6 +64,18 @@ def placed(
     return place(planned(folder, document, environ, device), device, debug=True)
 
 
+def prefetch(size: int, number: int = 1, step: int = 1, params: Sequence[str] = ()) -> dict[str, Any]:
+    """A document: layers in groups of `size`, the last `number` of each copied ahead through `step` buffers."""
+    return {
+        "prefetch": {
+            "offload_group_size": size,
+            "offload_num_in_group": number,
+            "offload_prefetch_step": step,
+            "offload_params": list(params),
+        }
+    }
+
+
 def gib(nbytes: float) -> float:
     """A budget as the document states it."""
     return nbytes / (1 << 30)

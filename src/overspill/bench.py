@@ -32,7 +32,7 @@ _STEPS = 8
 
 
 def measure_machine(device: Device, folder: Path, progress: Callable[[str], None] | None = None) -> MachineReport:
-    """Measure `device`, its link, the CPU beside it and the disk under `folder`; takes some ten seconds.
+    """Measure `device`, its link, the CPU beside it and the disk under `folder`; takes some fifteen seconds.
 
     Raises OSError where nothing can be written into `folder`.
     """

@@ -10,7 +10,7 @@ import pytest
 import typer
 from advised import NAME, Made, line_with, made, model_of
 
-from emulated_runs import CONTEXT, emulated, gib, settings_for
+from emulated_runs import CONTEXT, emulated, gib, prefetch, settings_for
 from overspill.advice import Advice, advise
 from overspill.advice.own import document_of
 from overspill.cli.app import app
@@ -59,17 +59,6 @@ def assert_again(made_: Made, monkeypatch: pytest.MonkeyPatch) -> Advice:
 
 def uva(nbytes: int, params: list[str] | None = None, **more: Any) -> dict[str, Any]:
     return {"uva": {"cpu_offload_gb": gib(nbytes), "cpu_offload_params": params or []}, **more}
-
-
-def prefetch(size: int, number: int = 1, step: int = 1, params: list[str] | None = None) -> dict[str, Any]:
-    return {
-        "prefetch": {
-            "offload_group_size": size,
-            "offload_num_in_group": number,
-            "offload_prefetch_step": step,
-            "offload_params": params or [],
-        }
-    }
 
 
 def extension(**fields: Any) -> dict[str, Any]:

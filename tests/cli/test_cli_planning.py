@@ -148,6 +148,19 @@ def test_runs_are_held_against_their_forecast_and_correct_the_next(cli: Cli, tal
     assert "1 run of LlamaForCausalLM this way" in after["rates"]
 
 
+def test_an_answer_stands_where_what_it_took_cannot_be_kept(
+    cli: Cli, talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_report(replace(known(), fingerprint=fingerprint(emulated())[0]))
+    kept = tmp_path / "machines" / f"{fingerprint(emulated())[0]}.observed.part"
+    kept.mkdir()  # where the file would be written
+    result = cli("run", talking, "--device", "emulated", "--max-model-len", 64, "--prompt", "hi", "--max-tokens", 6)
+    assert result.code == 0
+    assert result.out
+    assert "warning: " in result.err
+    assert "cannot be kept" in result.err
+
+
 def known() -> MachineReport:
     """A machine that takes no time for anything, next to."""
     figures = dict.fromkeys(("float32", "bfloat16", "float16"), 1e15)

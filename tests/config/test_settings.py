@@ -179,6 +179,14 @@ def test_fit_is_asked_for_or_not(document: Any, environ: dict[str, str], fit: bo
     assert resolved(document, environ).offload.extension.placement.fit is fit
 
 
+def test_fit_beside_what_was_stated_is_told_to_change_nothing() -> None:
+    (warning,) = resolved({"uva": {"cpu_offload_gb": 1}, "overspill": {"placement": {"fit": True}}}).warnings
+    assert "placement.fit" in warning
+    assert "what was stated stands" in warning
+    assert not resolved({"overspill": {"placement": {"fit": True}}}).warnings
+    assert not resolved({"uva": {"cpu_offload_gb": 1}, "overspill": {"placement": {"fit": False}}}).warnings
+
+
 def test_engine_settings_read_their_units() -> None:
     engine = resolved(
         engine={

@@ -49,7 +49,8 @@ def test_everything_is_measured_and_kept_for_this_machine(emulated_report: Machi
     assert set(emulated_report.figures["link"]) == {  # type: ignore[call-overload]
         f"{way} the device, {kind}" for way in ("to", "from") for kind in ("pinned", "pageable")
     }
-    assert isinstance(emulated_report.machine["numa_nodes"], list)  # none where the machine shows none
+    nodes = {int(path.name.removeprefix("node")) for path in Path("/sys/devices/system/node").glob("node[0-9]*")}
+    assert {node["node"] for node in emulated_report.machine["numa_nodes"]} == nodes  # type: ignore[attr-defined]
     assert {"torch", "transformers", "overspill"} == emulated_report.versions.keys()
     device = EmulatedDevice(1 << 20, Link(5e9, 1e-5, measured=False))
     assert load_report(device) is None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from emulated_runs import DECODED, DISABLE_UVA, PROMPT, emulated, forward, gib, passes, placed
+from emulated_runs import DECODED, DISABLE_UVA, PROMPT, emulated, forward, gib, passes, placed, prefetch
 from overspill.errors import ConfigError
 from overspill.machine.arena import packed_bytes
 from overspill.model.hf import cache_argument, cache_of
@@ -44,17 +44,6 @@ WAYS = {
     "prefetch 1, 1, 2": Way(lambda *_: prefetch(1, 1, 2)),
     "prefetch, selected": Way(lambda _, selector: prefetch(1, 1, 1, [selector])),
 }
-
-
-def prefetch(size: int, number: int, step: int, params: list[str] | None = None) -> dict[str, Any]:
-    return {
-        "prefetch": {
-            "offload_group_size": size,
-            "offload_num_in_group": number,
-            "offload_prefetch_step": step,
-            "offload_params": params or [],
-        }
-    }
 
 
 @dataclass(frozen=True)

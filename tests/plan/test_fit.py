@@ -10,7 +10,9 @@ import torch
 from transformers import LlamaConfig
 
 from emulated_runs import PROMPT, emulated, forward, mapped, placed, settings_for
+from overspill.config import resolve
 from overspill.errors import CapacityError, ConfigError
+from overspill.machine.cpu import CpuDevice
 from overspill.machine.device import Link
 from overspill.machine.emulated import EmulatedDevice
 from overspill.machine.rates import Rates
@@ -151,6 +153,15 @@ def test_host_memory_is_a_limit_too(dense: ModelMap) -> None:
     with pytest.raises(CapacityError) as refused:
         plan_of(dense, 20 * MIB)
     assert refused.value.hint
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_on_the_cpu_fit_has_nothing_to_choose_and_says_so(asked: bool, tiny: MakeTiny) -> None:
+    model, cpu = mapped(tiny("llama")), CpuDevice()
+    settings = resolve({"overspill": {"placement": {"fit": asked}}}, engine={"device": "cpu"}, environ={})
+    assert any("nothing to choose" in n for n in make_plan(model, settings, cpu, context_tokens=32).notes)
+    plain = resolve(None, engine={"device": "cpu"}, environ={})
+    assert not any("fit" in n for n in make_plan(model, plain, cpu, context_tokens=32).notes)
 
 
 def test_offload_that_is_not_needed_is_called_out(dense: ModelMap) -> None:

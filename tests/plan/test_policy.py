@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from emulated_runs import CONTEXT, gib, mapped, settings_for
+from emulated_runs import CONTEXT, gib, mapped, prefetch, settings_for
 from overspill.config import format_bytes
 from overspill.errors import ConfigError
 from overspill.model.map import map_live
@@ -43,17 +43,6 @@ def uva(nbytes: float, params: list[str] | None = None, order: str = "traffic") 
     return {
         "uva": {"cpu_offload_gb": gib(nbytes), "cpu_offload_params": params or []},
         "overspill": {"order": order},
-    }
-
-
-def prefetch(size: int, number: int = 1, step: int = 1, params: list[str] | None = None) -> dict[str, Any]:
-    return {
-        "prefetch": {
-            "offload_group_size": size,
-            "offload_num_in_group": number,
-            "offload_prefetch_step": step,
-            "offload_params": params or [],
-        }
     }
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from overspill.config import Settings
+from overspill.config.environment import DISABLE_PIN_MEMORY, DISABLE_UVA
 from overspill.model.weights import Weight
 from overspill.plan import Access, Placement, Plan, Tier
 
@@ -44,6 +46,13 @@ def is_gguf(plan: Plan) -> bool:
 def by_access(plan: Plan, access: Access) -> list[Weight]:
     """Weights off the device that are used in this way."""
     return [p.weight for p in off_device(plan) if p.access is access]
+
+
+def environment_of(settings: Settings) -> dict[str, str]:
+    """vLLM's variables that are set, which all three engines but llama.cpp read."""
+    asked = settings.environment
+    switches = ((DISABLE_PIN_MEMORY, asked.disable_pin_memory), (DISABLE_UVA, asked.disable_uva))
+    return {name: "1" for name, on in switches if on}
 
 
 def few(names: Sequence[str], count: int = 3) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
+from overspill.advice.facts import environment_of
 from overspill.advice.record import Advice
 from overspill.config import FLAGS, Settings
-from overspill.config.environment import DISABLE_PIN_MEMORY, DISABLE_UVA
 from overspill.plan import Plan
 
 _SEVERAL = re.compile(r"=\w+,")
@@ -22,14 +22,7 @@ _NOTHING = (("cpu_moe", False), ("n_cpu_moe", 0), ("fit", True))
 def advise_overspill(plan: Plan, settings: Settings, model_name: str) -> Advice:
     """`engines.advise` for this program itself."""
     command = ["overspill", "serve", model_name, *_offload(document_of(plan)), *_engine(plan, settings)]
-    environment = {
-        name: "1"
-        for name, on in (
-            (DISABLE_PIN_MEMORY, settings.environment.disable_pin_memory),
-            (DISABLE_UVA, settings.environment.disable_uva),
-        )
-        if on
-    }
+    environment = environment_of(settings)
     notes = []
     if settings.engine.max_num_batched_tokens is None:
         notes.append(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from overspill.advice.facts import dtype_name, is_gguf, off_device, unified
+from overspill.advice.facts import dtype_name, environment_of, is_gguf, off_device, unified
 from overspill.advice.record import Advice
 from overspill.advice.vllm_tensors import host_bytes
 from overspill.advice.vllm_ways import Way, nearest_way
 from overspill.advice.vllm_words import cannot_do, what_moves
 from overspill.config import Settings, format_bytes
-from overspill.config.environment import DISABLE_PIN_MEMORY, DISABLE_UVA
+from overspill.config.environment import DISABLE_PIN_MEMORY
 from overspill.plan import Plan
 
 
@@ -30,14 +30,7 @@ def advise_vllm(
     if unified(plan):
         return _in_host_memory(plan, tuple(command), ranks, tuple(notes))
 
-    environment = {
-        name: "1"
-        for name, on in (
-            (DISABLE_PIN_MEMORY, settings.environment.disable_pin_memory),
-            (DISABLE_UVA, settings.environment.disable_uva),
-        )
-        if on
-    }
+    environment = environment_of(settings)
     way = nearest_way(plan, settings, ranks)
     command += way.flags
     if way.budget_bytes and settings.environment.disable_uva:

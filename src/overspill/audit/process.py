@@ -12,6 +12,7 @@ import psutil
 from overspill.audit.records import Finding, Line
 from overspill.config.sizes import format_bytes
 from overspill.errors import ConfigError
+from overspill.machine.memory import group_limits
 
 _FIELDS = ("VmRSS", "RssAnon", "RssFile", "RssShmem", "VmLck", "VmPin", "VmSwap")
 NEAR_LIMIT = 0.95
@@ -61,7 +62,7 @@ def measure(pid: int) -> ProcessMemory:
     for child in pids[1:]:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             _add(fields, child)
-    limit, used = min(_limits(pid), key=lambda pair: pair[0] - pair[1], default=(None, None))
+    limit, used = min(group_limits(pid), key=lambda pair: pair[0] - pair[1], default=(None, None))
     return ProcessMemory(pid, len(pids), fields, limit, used)
 
 
@@ -117,27 +118,3 @@ def _add(fields: dict[str, int], pid: int) -> None:
         name, _, rest = row.partition(":")
         if name in fields:
             fields[name] += int(rest.split()[0]) * 1024
-
-
-def _limits(pid: int) -> Iterator[tuple[int, int]]:
-    """(limit, used less droppable file pages) of the memory control groups above a process, v1 and v2."""
-    with contextlib.suppress(OSError):
-        for row in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
-            _, controllers, path = row.split(":", 2)
-            if controllers not in ("", "memory"):
-                continue
-            root = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
-            names = (
-                ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-            )
-            prefix = "total_" if controllers else ""
-            group = root / path.lstrip("/")
-            while group.is_relative_to(root):
-                with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit here
-                    limit, used = (int((group / name).read_text()) for name in names)
-                    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                    droppable = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-                    yield limit, used - droppable
-                if group == root:
-                    break
-                group = group.parent

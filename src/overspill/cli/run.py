@@ -15,7 +15,7 @@ from overspill.cli.options import MODEL, OUTPUT, Shared, shared_options
 from overspill.cli.progress import err, loading
 from overspill.config import format_bytes
 from overspill.engine.sampling import SamplingParams
-from overspill.errors import ConfigError
+from overspill.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from overspill.api import Prepared
@@ -137,11 +137,15 @@ def _against_forecast(prepared: Prepared, completion: Completion) -> list[str]:
         statistics.median(steps),
     )
     way = ", ".join(plan.ways)
-    observed = remember(prepared.device, plan.model.architecture, way, forecast_s=forecast_s, measured_s=measured_s)
-    return [
+    told = [
         f"a decode step was forecast at {forecast_s * 1e3:.1f} ms and took {measured_s * 1e3:.1f} ms, "
-        f"{observed.ratio:.2f} times that"
+        f"{measured_s / forecast_s:.2f} times that"
     ]
+    try:
+        remember(prepared.device, plan.model.architecture, way, forecast_s=forecast_s, measured_s=measured_s)
+    except CheckpointError as error:  # the answer is there all the same
+        told.append(f"warning: {error.message}")
+    return told
 
 
 def _summary(engine: Engine, completion: Completion) -> str:

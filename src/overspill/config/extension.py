@@ -68,6 +68,13 @@ def idle_mmap(extension: ExtensionConfig, *, root: str = "overspill") -> tuple[s
     return (f'"{root}.mmap.prefault" without "enabled": true changes nothing: no file is mapped',)
 
 
+def idle_fit(fit: bool | None, *, stated: bool, root: str = "overspill") -> tuple[str, ...]:
+    """What to tell of "fit" beside an offload that was `stated`."""
+    if not fit or not stated:
+        return ()
+    return (f'"{root}.placement.fit" changes nothing beside a backend or expert_stream: what was stated stands',)
+
+
 def stream_warnings(extension: ExtensionConfig, *, root: str = "overspill") -> tuple[str, ...]:
     """What to tell of fields of `expert_stream` beside its being switched off."""
     stream = extension.expert_stream

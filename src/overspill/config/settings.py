@@ -26,7 +26,7 @@ from overspill.config.experts import (
     refuse_half_a_size,
     refuse_targets,
 )
-from overspill.config.extension import idle_mmap, placement_warnings, stream_warnings
+from overspill.config.extension import idle_fit, idle_mmap, placement_warnings, stream_warnings
 from overspill.config.refusals import Frozen, did_you_mean, shown, validated
 from overspill.config.sizes import GIB, parse_bandwidth, parse_bytes, parse_duration
 from overspill.errors import ConfigError
@@ -173,8 +173,10 @@ def resolve(
         root = _root(fields)
         refuse_half_a_size(extension.expert_stream, root=root, origins=overridden.origins)
         refuse_targets(extension.placement, root=root, origins=overridden.origins)
+        stated = offload.resolved_backend is not None or extension.expert_stream.on
         warnings = (
             *placement_warnings(extension, root=root),
+            *idle_fit(extension.placement.fit, stated=stated, root=root),
             *idle_mmap(extension, root=root),
             *stream_warnings(extension, root=root),
         )

@@ -98,22 +98,22 @@ def host_available_bytes() -> int:
     Page cache that can be dropped counts as available on both sides. Control groups v1 and v2 are read.
     """
     available = int(psutil.virtual_memory().available)
-    for limit, used in _cgroup_limits():
+    for limit, used in group_limits():
         available = min(available, max(0, limit - used))
     return available
 
 
 def host_limit_bytes() -> int | None:
     """The limit of the control group that leaves this process least; None where the machine leaves it less."""
-    left, limit = min(((limit - used, limit) for limit, used in _cgroup_limits()), default=(0, None))
+    left, limit = min(((limit - used, limit) for limit, used in group_limits()), default=(0, None))
     return limit if limit is not None and left < int(psutil.virtual_memory().available) else None
 
 
-def _cgroup_limits() -> list[tuple[int, int]]:
-    """(limit, used less droppable file pages), in bytes, of every memory control group above this process."""
+def group_limits(pid: int | str = "self") -> list[tuple[int, int]]:
+    """(limit, used less droppable file pages), in bytes, of every memory control group above a process."""
     limits: list[tuple[int, int]] = []
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
         return limits
     for line in lines:

@@ -21,6 +21,9 @@ from overspill.model.hf import cache_argument, cache_of, decode_inputs, inputs, 
 from overspill.model.hf_experts import observed_experts
 from overspill.model.stacks import Stack
 
+_SHORT = 8
+"""Tokens of a second prompt, where a decode step cannot follow the first."""
+
 
 @dataclass(frozen=True)
 class Reads:
@@ -164,9 +167,6 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-_SHORT = 8
-
-
 @contextmanager
 def _buffers_on_meta(model: nn.Module) -> Iterator[None]:
     """Real buffers stand aside for meta ones meanwhile, so that no operation mixes the two.
@@ -187,9 +187,9 @@ def _buffers_on_meta(model: nn.Module) -> Iterator[None]:
         for module, attributes, buffers, parameters in before:
             vars(module).clear()
             vars(module).update(attributes)
-            for now, then in ((module._buffers, buffers), (module._parameters, parameters)):
-                now.clear()
-                now.update(then)  # type: ignore[arg-type]
+            for held, kept in ((module._buffers, buffers), (module._parameters, parameters)):
+                held.clear()
+                held.update(kept)  # type: ignore[arg-type]
 
 
 class _FusedAttention(TorchFunctionMode):

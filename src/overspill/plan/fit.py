@@ -7,7 +7,7 @@ user placed, the rest. The ways are those that a user has too, so the plan can s
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from overspill.config import GIB, OffloadConfig, format_bytes
@@ -31,15 +31,6 @@ ASSUMED = Rates(
     asynchronous=True,
 )
 """For the choice alone, where nothing better is known; no time is forecast by them."""
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """`plan` is the model made to fit, by `settings` as the command line writes them; `tried` are all that would do."""
-
-    plan: Plan
-    settings: str
-    tried: tuple[Way, ...]
 
 
 @dataclass(frozen=True)
@@ -69,18 +60,14 @@ def fits(plan: Plan) -> bool:
     return memory.device_bytes <= memory.available_device_bytes
 
 
-def fit(model: ModelMap, offload: OffloadConfig, planned: Planned, rates: Rates | None) -> Fitted | None:
-    """The way that takes least per token, None where none makes it fit."""
-    whole = planned(offload)
-    tried = []
-    for written, settings in _ways(model, offload, whole, planned):
+def fit(model: ModelMap, offload: OffloadConfig, planned: Planned, rates: Rates | None) -> list[Way]:
+    """The ways that make it fit, the one that takes least per token first."""
+    found = []
+    for written, settings in _ways(model, offload, planned(offload), planned):
         plan = planned(settings)
         step = pass_forecast(plan, rates or ASSUMED, plan.sequences, kept_tokens=plan.context_tokens // 2)
-        tried.append(Way(written, plan, step.seconds))
-    if not tried:
-        return None
-    best = min(tried, key=lambda way: way.seconds)
-    return Fitted(best.plan, best.settings, tuple(sorted(tried, key=lambda way: way.seconds)))
+        found.append(Way(written, plan, step.seconds))
+    return sorted(found, key=lambda way: way.seconds)
 
 
 def excess_bytes(plan: Plan) -> int:
@@ -188,14 +175,14 @@ def _placed(offload: OffloadConfig, **fields: object) -> OffloadConfig:
     return offload.model_copy(update={"overspill": extension.model_copy(update={"placement": placement})})
 
 
-def fit_note(fitted: Fitted, whole: Plan, rates: Rates | None) -> str:
-    """What was done, in one line."""
-    memory, best = whole.memory, fitted.tried[0]
+def fit_note(ways: Sequence[Way], whole: Plan, rates: Rates | None) -> str:
+    """What was done, in one line; the first of `ways` was taken."""
+    memory, best = whole.memory, ways[0]
     limit = whole.weight_budget_bytes or memory.available_device_bytes
     needed = memory.lasting_bytes if whole.weight_budget_bytes is not None else memory.device_bytes
-    others = f", of {len(fitted.tried)} ways that fit the one that takes least per token" if fitted.tried[1:] else ""
+    others = f", of {len(ways)} ways that fit the one that takes least per token" if ways[1:] else ""
     time = f": about {best.seconds * 1e3:.1f} ms a step" if rates is not None else f" (by {ASSUMED.origin})"
     return (
-        f"fit: {format_bytes(needed)} do not fit into {format_bytes(limit)}, so {fitted.settings} was chosen{others}"
+        f"fit: {format_bytes(needed)} do not fit into {format_bytes(limit)}, so {best.settings} was chosen{others}"
         f"{time if others or rates is not None else ''}; --no-fit leaves it"
     )

@@ -74,10 +74,9 @@ def make_plan(
     planner = Planner(model, settings, device, context_tokens, rates)
     plan = planner.plan(settings.offload)
     if not device.unified and wants_fit(settings.offload) and not fits(plan):
-        fitted = fit(model, settings.offload, planner.plan, rates)
-        if fitted is not None:
-            note = fit_note(fitted, plan, rates)
-            plan = replace(fitted.plan, notes=(note, *fitted.plan.notes))
+        ways = fit(model, settings.offload, planner.plan, rates)
+        if ways:
+            plan = replace(ways[0].plan, notes=(fit_note(ways, plan, rates), *ways[0].plan.notes))
     elif (idle := _not_needed(plan)) is not None:
         plan = replace(plan, notes=(*plan.notes, idle))
     refuse_capacity(
@@ -172,6 +171,7 @@ class Planner:
             notes=(
                 *settings.notes,
                 *_idle_limit(settings),
+                *_idle_fit(settings, device),
                 *experts.notes,
                 *choice.notes,
                 *mapping.notes,
@@ -232,6 +232,13 @@ def _idle_limit(settings: Settings) -> list[str]:
         f"memory: {format_bytes(stated)} are allowed, and machine and control group leave {format_bytes(free_bytes)}, "
         "which is what counts"
     ]
+
+
+def _idle_fit(settings: Settings, device: Device) -> list[str]:
+    """A line where fit was asked for, or refused, on a device that leaves nothing to choose."""
+    if not device.unified or settings.offload.extension.placement.fit is None:
+        return []
+    return ["fit: host memory is this device's own, so there is nothing to choose; what it does not hold stays on disk"]
 
 
 def _place(weight: Weight, moved: Mapping[str, tuple[Tier, Access, str]]) -> Placement:
