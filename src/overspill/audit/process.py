@@ -12,7 +12,6 @@ import psutil
 from overspill.audit.records import Finding, Line
 from overspill.config.sizes import format_bytes
 from overspill.errors import ConfigError
-from overspill.machine.memory import group_limits
 
 _FIELDS = ("VmRSS", "RssAnon", "RssFile", "RssShmem", "VmLck", "VmPin", "VmSwap")
 NEAR_LIMIT = 0.95
@@ -50,6 +49,8 @@ class ProcessMemory:
 
 def measure(pid: int) -> ProcessMemory:
     """ConfigError where there is no such process, or it is not ours to look at."""
+    from overspill.machine.memory import group_limits  # torch comes with it, and a log alone needs none
+
     try:
         pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
         fields = dict.fromkeys(_FIELDS, 0)
