@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from overspill.checkpoint import Checkpoint, open_checkpoint
+from overspill.checkpoint.hub import download
 from overspill.config import OffloadConfig, Settings, resolve
 from overspill.config.settings import FLAGS
 from overspill.engine import Engine
@@ -66,7 +67,7 @@ def prepare(model: str | Path, settings: Settings, device: Device | None = None)
     device = device or select_device(settings.engine)
     refuse_device(settings, device)
     engine = settings.engine
-    checkpoint = open_checkpoint(model, revision=engine.revision)
+    checkpoint = open_checkpoint(model, revision=engine.revision, own_code=engine.trust_remote_code)
     config = read_config(checkpoint, trust_remote_code=engine.trust_remote_code)
     tokens = context_tokens(config, engine.max_model_len)
     tight = device.unified and _DECODED * checkpoint.nbytes + _ROOMY_BYTES > host_available_bytes()
@@ -96,8 +97,18 @@ def rates_of(device: Device) -> Rates | None:
     return named_rates(gpu) if gpu is not None else None
 
 
+def with_files(prepared: Prepared) -> Prepared:
+    """`prepared` with all files here: what is on the hub alone is downloaded, and planned again as it then lies."""
+    if prepared.checkpoint.absent is None:
+        return prepared
+    download(prepared.checkpoint)
+    engine = prepared.settings.engine.model_copy(update={"revision": None})  # the folder is of one commit
+    return prepare(prepared.checkpoint.folder, replace(prepared.settings, engine=engine), prepared.device)
+
+
 def start(prepared: Prepared, progress: Callable[[int], None] | None = None) -> Engine:
     """Carry a plan out: load, prove, and give the engine. `progress` hears the bytes read as they arrive."""
+    prepared = with_files(prepared)
     debug = prepared.settings.engine.debug
     placed = place(prepared.plan, prepared.device, progress=progress, debug=debug)
     return Engine(placed, prepared.tokenizer, prepared.generation_config)

@@ -12,7 +12,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import save_file
 
 from overspill.checkpoint import open_checkpoint
-from overspill.checkpoint.locate import HUB_IGNORED, HUB_PATTERNS
+from overspill.checkpoint.hub import IGNORED, SMALL_FILES, WEIGHTS
 from overspill.errors import CheckpointError, ConfigError
 
 
@@ -166,5 +166,5 @@ def test_of_a_hub_repository_only_what_a_model_needs_is_downloaded() -> None:
         "onnx/model.safetensors",
         "README.md",
     }
-    found = filter_repo_objects(needed | others, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED)
+    found = filter_repo_objects(needed | others, allow_patterns=[*SMALL_FILES, *WEIGHTS], ignore_patterns=IGNORED)
     assert set(found) == needed

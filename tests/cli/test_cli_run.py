@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import Cli
 
+from hub_server import MODEL, hub_of
 from talking_model import SPECIAL, byte_tokenizer
 from tiny_models import Tiny
 
@@ -189,3 +191,25 @@ def test_experts_on_the_cpu_alone_have_no_slots_to_tell_of(cli: Cli, sparse: Pat
     assert answer["experts"]["slots"] is None
     assert {(layer["access"], layer["calls"]) for layer in answer["experts"]["layers"]} == {("in_place", 6)}
     assert "[expert-stream]" not in result.err
+
+
+def test_a_model_on_the_hub_is_planned_from_headers_and_then_downloaded(
+    talking: Path, cli: Cli, tmp_path: Path
+) -> None:
+    question = ["--prompt", "hello", "--max-tokens", "3", "--json"]
+    with hub_of(talking) as hub:
+        environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+
+        def overspill(*arguments: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", "overspill", *arguments]
+            return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+        refused = overspill("run", MODEL, *question, "--max-model-len", "9")
+        assert "than the 9 that memory is planned for" in refused.stderr
+        weights_bytes = (talking / "model.safetensors").stat().st_size
+        assert hub.given["model.safetensors"] < weights_bytes, "refused, and downloaded all the same"
+        answered = overspill("run", MODEL, *question)
+        assert hub.given["model.safetensors"] > weights_bytes
+    assert answered.returncode == 0, answered.stderr
+    local = json.loads(cli("run", talking, *question).out)
+    assert json.loads(answered.stdout)["token_ids"] == local["token_ids"]

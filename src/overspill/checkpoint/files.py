@@ -8,15 +8,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from overspill.errors import CheckpointError
 
 DOWNLOAD_AGAIN = "the file is damaged or its download was cut short: download it again"
 
 
+class HeaderFile(Protocol):
+    """A file whose header is read, wherever it is. `size` is in bytes; `path` is where it lies, or will."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self, offset: int, length: int) -> bytes:
+        """`length` bytes at `offset`; fewer only where the file ends."""
+
+
 @dataclass(frozen=True, slots=True)
-class HeaderFile:
-    """A regular file that is open while its header is read; `size` is in bytes, as of opening."""
+class OpenFile:
+    """A regular file that is open while its header is read; `size` is as of opening."""
 
     path: Path
     fd: int
@@ -33,7 +47,7 @@ class HeaderFile:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[HeaderFile]:
+def opened(path: Path) -> Iterator[OpenFile]:
     """`path` open for reading. Raises CheckpointError for whatever cannot be opened or read."""
     # Without O_NONBLOCK a named pipe would wait for its writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -45,7 +59,7 @@ def opened(path: Path) -> Iterator[HeaderFile]:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path} is not a regular file")
-        yield HeaderFile(path, fd, status.st_size)
+        yield OpenFile(path, fd, status.st_size)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     finally:

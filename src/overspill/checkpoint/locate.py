@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from overspill.checkpoint.files import opened
@@ -20,25 +21,23 @@ from overspill.checkpoint.sniff import (
 )
 from overspill.errors import CheckpointError, ConfigError
 
-HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
-# Subfolders hold other formats of the same weights (original/, onnx/), consolidated* a second copy of them.
-HUB_IGNORED = ["*/*", "consolidated*", "adapter_*"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _LISTED_NAMES = 8
 
 
-def open_checkpoint(model: str | Path, *, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(model: str | Path, *, revision: str | None = None, own_code: bool = False) -> Checkpoint:
     """The headers of `model`: a .gguf or .safetensors file, a folder, or a Hugging Face id `org/name`.
 
-    What exists on disk wins over an id; only an id is downloaded (weights, configuration and tokenizer), at
-    `revision` if given. No tensor data is read. Raises CheckpointError for what is missing, damaged,
+    What exists on disk wins over an id. Of an id's model, at `revision` if given, configuration and tokenizer are
+    downloaded (with `own_code` its Python files too), and the headers alone of weights that are not here already
+    (hub.py). No tensor data is read. Raises CheckpointError for what is missing, damaged,
     ambiguous or a pickle, and ConfigError for an empty name or a revision of local files.
     """
     if not str(model).strip():
         raise ConfigError("the model is empty", hint="give a .gguf file, a folder or a Hugging Face id")
     path = Path(model).expanduser()
     if not path.exists():
-        return _open_folder(_download(str(model), revision))
+        return _open_id(str(model), revision, own_code)
     if revision is not None:
         raise ConfigError(f"revision {revision!r} is given for local files: {path}", hint="leave the revision out")
     return _open_folder(path) if path.is_dir() else _open_file(path)
@@ -91,32 +90,35 @@ def _model_name(file_name: str) -> str:
     return f"{match['stem']}-of-{match['count']}" if match else file_name
 
 
-def _download(model: str, revision: str | None) -> Path:
-    """The local folder of the Hugging Face model `model`, downloaded if it is not in the hub's cache."""
+def _open_id(model: str, revision: str | None, own_code: bool) -> Checkpoint:
     if not _HUB_ID.fullmatch(model) or Path(model).suffix in {".gguf", ".safetensors", *PICKLE_SUFFIXES}:
         raise CheckpointError(
             f"{model} does not exist", hint="give a .gguf file, a folder or a Hugging Face id (org/name)"
         )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2
+    from overspill.checkpoint.hub import HubFiles, small_files
 
-    try:
-        folder = snapshot_download(model, revision=revision, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED)
-    except (OSError, ValueError, HTTPError) as error:
-        where = model if revision is None else f"{model} at revision {revision}"
-        raise CheckpointError(
-            f"{where} is neither here nor to be had from the Hugging Face hub: {_first_line(error)}",
-            hint="check the name and the connection; for a gated model log in with `hf auth login`; "
-            "a folder or file on this machine needs no connection",
-        ) from error
-    return Path(folder)
+    folder, names = small_files(model, revision, own_code=own_code)
+    if names is None:
+        return _open_folder(folder)
+    files = HubFiles(model, folder, names)
+    if not files.listed(folder):
+        raise _other_weights(model, names)
+    return files.marked(open_safetensors(folder, files))
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _other_weights(model: str, names: Collection[str]) -> CheckpointError:
+    """For a model on the hub that has no safetensors."""
+    if pickles := sorted(name for name in names if Path(name).suffix in PICKLE_SUFFIXES):
+        return _pickle_refused(_listing(pickles), model)
+    if ggufs := sorted(name for name in names if name.endswith(".gguf")):
+        return CheckpointError(
+            f"{model} has its weights as GGUF: {_listing(ggufs)}",
+            hint=f"`hf download {model} {ggufs[0]}` fetches one, and prints the path to give",
+        )
+    return CheckpointError(f"{model} holds no weights (*.safetensors) but {_listing(sorted(names)) or 'nothing'}")
 
 
-def _pickle_refused(what: str, folder: Path) -> CheckpointError:
+def _pickle_refused(what: str, folder: Path | str) -> CheckpointError:
     return CheckpointError(
         f"{folder} has its weights as Python pickles ({what}), which run code of their author when opened",
         hint=CONVERT_PICKLE,

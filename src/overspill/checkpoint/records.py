@@ -65,12 +65,21 @@ class TensorRecord:
         return self.extent.length
 
 
+@dataclass(frozen=True, slots=True)
+class HubRevision:
+    """One commit of a Hugging Face model `org/name`."""
+
+    model: str
+    commit: str
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """All headers of one model. No tensor data has been read.
 
     `metadata` is the GGUF key-value store (arrays as Python lists) or, for safetensors, the merged `__metadata__`.
-    `folder` is where config.json and the tokenizer lie (safetensors), or the GGUF file's folder.
+    `folder` is where config.json and the tokenizer lie (safetensors), or the GGUF file's folder. `absent`: where files
+    are that have not been downloaded; their paths are those that they will have.
     """
 
     format: Literal["safetensors", "gguf"]
@@ -78,6 +87,7 @@ class Checkpoint:
     files: tuple[Path, ...]
     tensors: Mapping[str, TensorRecord]
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    absent: HubRevision | None = None
 
     @property
     def nbytes(self) -> int:

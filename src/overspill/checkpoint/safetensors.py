@@ -60,7 +60,13 @@ class Shard:
 def read_shard(path: Path) -> Shard:
     """The header of the safetensors file `path`. Raises CheckpointError for any departure from the format."""
     with opened(path) as file:
-        header, data_start = _read_header(file)
+        return shard_of(file)
+
+
+def shard_of(file: HeaderFile) -> Shard:
+    """As `read_shard`, of a file that is open."""
+    path = file.path
+    header, data_start = _read_header(file)
     metadata = _metadata(path, header.pop("__metadata__", None))
     data_bytes = file.size - data_start
     records = [_record(path, name, info, data_start, data_bytes) for name, info in header.items()]

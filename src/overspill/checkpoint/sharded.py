@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import Protocol
 
 from overspill.checkpoint.files import DOWNLOAD_AGAIN, opened
 from overspill.checkpoint.records import Checkpoint, TensorRecord
@@ -21,32 +22,59 @@ MAX_INDEX_BYTES = 100_000_000
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
 
-def open_safetensors(path: Path) -> Checkpoint:
+class ShardFiles(Protocol):
+    """Where the files of shards are."""
+
+    def has(self, file: Path) -> bool: ...
+
+    def listed(self, folder: Path) -> list[Path]:
+        """The .safetensors files of `folder`, by name."""
+
+    def read(self, files: Sequence[Path]) -> Iterable[Shard]:
+        """Their headers, in this order."""
+
+
+class OnDisk:
+    """Shards that lie in their folder."""
+
+    def has(self, file: Path) -> bool:
+        return file.exists()
+
+    def listed(self, folder: Path) -> list[Path]:
+        return sorted(folder.glob("*.safetensors"))
+
+    def read(self, files: Sequence[Path]) -> Iterable[Shard]:
+        return map(read_shard, files)
+
+
+def open_safetensors(path: Path, shards: ShardFiles | None = None) -> Checkpoint:
     """All headers of the model at `path`: a .safetensors file, an index.json, or a folder of either.
 
-    Raises CheckpointError naming file and tensor for damage, missing shards, and names that stand twice.
+    `shards`: where the files are, if not on disk; an index always is. Raises CheckpointError naming file and tensor
+    for damage, missing shards, and names that stand twice.
     """
+    shards = shards or OnDisk()
     if not path.is_dir():
         if path.name.endswith(".safetensors.index.json"):
-            return _open_index(path)
-        return _checkpoint(path.parent, [read_shard(path)])
+            return _open_index(path, shards)
+        return _checkpoint(path.parent, shards.read([path]))
     index, single = path / INDEX_NAME, path / SINGLE_NAME
     if index.exists():
-        checkpoint = _open_index(index)
-        if single.exists() and single not in checkpoint.files:
+        checkpoint = _open_index(index, shards)
+        if shards.has(single) and single not in checkpoint.files:
             raise CheckpointError(
                 f"{path} holds two models: {SINGLE_NAME}, and the shards that {INDEX_NAME} names",
                 hint="give the path of the one that is meant",
             )
         return checkpoint
-    if single.exists():
-        return _checkpoint(path, [read_shard(single)])
-    files = sorted(path.glob("*.safetensors"))
+    if shards.has(single):
+        return _checkpoint(path, shards.read([single]))
+    files = shards.listed(path)
     _check_numbering(path, files)
-    return _checkpoint(path, map(read_shard, files))
+    return _checkpoint(path, shards.read(files))
 
 
-def _open_index(path: Path) -> Checkpoint:
+def _open_index(path: Path, shards: ShardFiles) -> Checkpoint:
     weight_map = _weight_map(path)
     files: dict[str, Path] = {}
     for shard in dict.fromkeys(weight_map.values()):
@@ -54,13 +82,13 @@ def _open_index(path: Path) -> Checkpoint:
         if not parts or shard.startswith("/") or ".." in parts or "\0" in shard:
             raise CheckpointError(f"{path} names a shard outside its own folder: {shard!r}")
         file = path.parent / shard
-        if not file.exists():
+        if not shards.has(file):
             first = next(name for name, where in weight_map.items() if where == shard)
             raise CheckpointError(
                 f"{file} is missing; {path.name} says it holds {first!r}", hint="download the missing shard"
             )
         files[shard] = file
-    checkpoint = _checkpoint(path.parent, map(read_shard, files.values()))
+    checkpoint = _checkpoint(path.parent, shards.read(list(files.values())))
     _check_promises(path, weight_map, files, checkpoint.tensors)
     return checkpoint
 

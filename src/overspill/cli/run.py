@@ -69,7 +69,7 @@ def command(
     settings = shared.settings()
     params = SamplingParams(MAX_TOKENS if max_tokens is None else max_tokens, temperature, top_p, top_k, shared.seed)
     text = _text(prompt)
-    from overspill.api import prepare, start
+    from overspill.api import prepare, start, with_files
     from overspill.engine.tokens import encode, refuse_length, refuse_no_text
     from overspill.plan.report import render_plan
 
@@ -88,6 +88,7 @@ def command(
             *(f"warning: {warning}" for warning in prepared.plan.warnings),
         ):
             err.print(line, style="dim", highlight=False, markup=False)
+    prepared = with_files(prepared)
     with loading(prepared.checkpoint.nbytes) as progress:
         engine = start(prepared, progress)
     try:

@@ -121,7 +121,7 @@ def command(
         if max_num_batched_tokens is None and _on_gpu(settings):
             options["max_num_batched_tokens"] = max(BATCHED_TOKENS_ON_GPU, sequences)
         settings = shared.settings(**options)
-        from overspill.api import prepare, start
+        from overspill.api import prepare, start, with_files
         from overspill.engine.service import EngineService
         from overspill.engine.tokens import refuse_no_text
         from overspill.serve.app import create_app
@@ -130,6 +130,7 @@ def command(
         prepared = prepare(name, settings)
         refuse_no_text(prepared.plan.model, by_steps="serve")
         _tell(prepared.plan)
+        prepared = with_files(prepared)
         with loading(prepared.checkpoint.nbytes) as progress:
             engine = start(prepared, progress)
         service = EngineService(

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import safe_open
 
 from overspill.api import OffloadDocument
+from overspill.checkpoint.hub import download
 from overspill.compare.answers import AnswerDifference, BlockDifference, block_difference, difference
 from overspill.compare.processes import run_job
 from overspill.compare.report import Report, SideReport, conditions
@@ -95,6 +96,9 @@ def compare(
     contest = make_contest(model, baseline, candidate, prompts=prompts, max_tokens=max_tokens, options=options)
     hear = progress or _ignore
     hear(Planned(contest.baseline.plan if contest.baseline else None, contest.candidate.plan))
+    checkpoint = contest.candidate.plan.model.checkpoint
+    if checkpoint is not None and checkpoint.absent is not None:
+        download(checkpoint)
     evidence = run_contest(contest, repeat=repeat, deadline_s=deadline_s, progress=hear)
     report = Report(
         model=str(model),

@@ -88,8 +88,8 @@ def make_contest(
         raise ConfigError("there is no prompt", hint="give at least one")
     device = select_device(wanted.engine)
     refuse_device(wanted, device)
-    checkpoint = open_checkpoint(model, revision=wanted.engine.revision)
     trust = wanted.engine.trust_remote_code
+    checkpoint = open_checkpoint(model, revision=wanted.engine.revision, own_code=trust)
     texts = any(isinstance(prompt, str) for prompt in prompts)
     tokenizer = tokenizer_of(checkpoint, trust_remote_code=trust) if texts else None
     ids = tuple(tuple(encode(tokenizer, prompt)) for prompt in prompts)  # once, so both sides are asked the same

@@ -192,7 +192,7 @@ def _join(
         stacks,
         traced,
         checkpoint,
-        stamps(checkpoint) if checkpoint is not None else {},
+        stamps(checkpoint) if checkpoint is not None and checkpoint.absent is None else {},
         unused,
     )
 
