@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
@@ -13,22 +13,35 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 import overspill
 from overspill.config import resolve
+from overspill.engine import Engine, SamplingParams
 from overspill.machine import measure
 from overspill.machine.cpu_experts import instruction_set
 from overspill.machine.device import Device
 from overspill.machine.memory import host_available_bytes, host_limit_bytes
 from overspill.machine.rates import MachineReport, Rates, fingerprint
-from overspill.model.hf import cache_argument, cache_of
 from overspill.model.map import map_live
 from overspill.offload.placed import place
 from overspill.plan import make_plan
 
-_LAYERS = 16
-_STEPS = 8
+_STEPS = 12
+_FEW_LAYERS, _MANY_LAYERS = 4, 20
+_NEXT_TO_NOTHING: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 64,
+}  # fmt: skip
+_EXPERTS: dict[str, Any] = {
+    **_NEXT_TO_NOTHING, "num_hidden_layers": _FEW_LAYERS, "moe_intermediate_size": 32, "num_experts": 16,
+    "num_experts_per_tok": 8,
+}  # fmt: skip
+_EXPERT_WAYS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "cpu": {"overspill": {"placement": {"cpu_moe": True}}},
+    "slots": {"overspill": {"expert_stream": {"slots": 16 * _FEW_LAYERS}}},
+}
 
 
 def measure_machine(device: Device, folder: Path, progress: Callable[[str], None] | None = None) -> MachineReport:
@@ -39,10 +52,14 @@ def measure_machine(device: Device, folder: Path, progress: Callable[[str], None
     tell = progress or (lambda _: None)
     tell("products on the device")
     reading, computing = measure.products(device)
-    tell("what a layer takes besides")
-    layer_s = _layer_seconds(device)
+    tell("what layers and steps take besides")
+    layer_s, step_s = _overhead_seconds(device)
+    expert_layer_s = _expert_layer_seconds(device, layer_s, step_s)
     tell("link")
     link = measure.link(device)
+    tell("products beside copies and reads")
+    beside_copies, copy_bytes_s = measure.beside_copies(device)
+    beside_reads = measure.beside_reads(device, folder)
     tell("experts on the CPU")
     expert_bytes_s, expert_flops = measure.experts_on_cpu()
     tell(f"disk under {folder}")
@@ -56,8 +73,13 @@ def measure_machine(device: Device, folder: Path, progress: Callable[[str], None
         layer_s=layer_s,
         expert_bytes_s=expert_bytes_s,
         expert_flops=expert_flops,
+        expert_layer_s=expert_layer_s,
+        step_s=step_s,
         disk_bytes_s=max(disk.values()),
         asynchronous=device.kind == "cuda",
+        copy_bytes_s=copy_bytes_s if device.kind != "cuda" else None,
+        beside_copies=beside_copies,
+        beside_reads=beside_reads,
     )
     return MachineReport(
         fingerprint=name,
@@ -80,6 +102,11 @@ def measure_machine(device: Device, folder: Path, progress: Callable[[str], None
             "weights read, one token": reading,
             f"products of {measure.MANY_TOKENS} tokens": computing,
             "a layer besides": layer_s,
+            "a layer with experts besides": expert_layer_s,
+            "a step besides": step_s,
+            "products beside a copy, times as long": beside_copies,
+            "products beside a read from disk, times as long": beside_reads,
+            "copies beside products": copy_bytes_s,
             "link": {way: {str(size): rate for size, rate in sizes.items()} for way, sizes in link.items()},
             "experts on the CPU, one token": expert_bytes_s,
             "experts on the CPU, many tokens": expert_flops,
@@ -89,34 +116,39 @@ def measure_machine(device: Device, folder: Path, progress: Callable[[str], None
     )
 
 
-def _layer_seconds(device: Device) -> float:
-    """Of a decode step a layer's share that is no arithmetic: a llama of many layers that are next to nothing."""
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=_LAYERS, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
+def _overhead_seconds(device: Device) -> tuple[float, float]:
+    """(a layer's share of a decode step that is no arithmetic, and what a step takes besides its layers)."""
+    few, many = (
+        _step_seconds(device, LlamaConfig(**_NEXT_TO_NOTHING, num_hidden_layers=layers), {})
+        for layers in (_FEW_LAYERS, _MANY_LAYERS)
+    )
+    layer_s = max(0.0, (many - few) / (_MANY_LAYERS - _FEW_LAYERS))
+    return layer_s, max(0.0, few - _FEW_LAYERS * layer_s)
+
+
+def _expert_layer_seconds(device: Device, layer_s: float, step_s: float) -> dict[str, float]:
+    """The same share of a layer with routed experts, eight for a token, by where they are computed."""
+    ways = {where: way for where, way in _EXPERT_WAYS.items() if where == "device" or not device.unified}
+    return {
+        where: max(layer_s, (_step_seconds(device, Qwen3MoeConfig(**_EXPERTS), way) - step_s) / _FEW_LAYERS)
+        for where, way in ways.items()
+    }
+
+
+def _step_seconds(device: Device, config: PretrainedConfig, document: Mapping[str, object]) -> float:
+    """Of a decode step of a model whose weights are next to nothing, offloaded as `document` says; median."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
-    settings = resolve(None, engine={"device": device.kind}, environ={})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+    settings = resolve(document, engine={"device": device.kind}, environ={})
     plan = make_plan(map_live(model, tokens=32), settings, device, context_tokens=32)
     logger = logging.getLogger("overspill")
     logger.disabled = True  # what a load tells is of no interest here
     try:
-        placed: Any = place(plan, device)
+        engine = Engine(place(plan, device), None, None)
     finally:
         logger.disabled = False
-    times = []
-    with placed.running():
-        output = placed.model(device.to_device(torch.zeros(1, 8, dtype=torch.long)), use_cache=True)
-        for _ in range(_STEPS + 2):
-            begun = device.timed()
-            output = placed.model(
-                device.to_device(torch.zeros(1, 1, dtype=torch.long)),
-                **{cache_argument(placed.model): cache_of(output)},
-                use_cache=True,
-            )
-            times.append(device.timed() - begun)
-    return statistics.median(times[2:]) / _LAYERS
+    answer = engine.generate([1] * 8, SamplingParams(max_tokens=_STEPS + 3), ignore_eos=True)
+    return statistics.median(step.seconds for step in answer.steps[3:])
 
 
 def as_json(report: MachineReport) -> dict[str, object]:

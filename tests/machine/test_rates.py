@@ -37,7 +37,7 @@ def emulated_report(tmp_path_factory: pytest.TempPathFactory) -> MachineReport:
         little.setattr(measure, "ROUNDS", 1)
         little.setattr(measure, "BEYOND_CACHES_BYTES", 32 << 20)
         report = measure_machine(device, tmp_path_factory.mktemp("disk"), told.append)
-    assert len(told) == 5
+    assert len(told) == 6
     return report
 
 
@@ -49,6 +49,10 @@ def test_everything_is_measured_and_kept_for_this_machine(emulated_report: Machi
     assert set(emulated_report.figures["link"]) == {  # type: ignore[call-overload]
         f"{way} the device, {kind}" for way in ("to", "from") for kind in ("pinned", "pageable")
     }
+    assert found.expert_layer_s.keys() == {"device", "cpu", "slots"}
+    assert all(seconds > 0 for seconds in found.expert_layer_s.values())
+    assert min(found.beside_copies, found.beside_reads) >= 1
+    assert (found.copy_bytes_s or 0) > 0
     nodes = {int(path.name.removeprefix("node")) for path in Path("/sys/devices/system/node").glob("node[0-9]*")}
     assert {node["node"] for node in emulated_report.machine["numa_nodes"]} == nodes  # type: ignore[attr-defined]
     assert {"torch", "transformers", "overspill"} == emulated_report.versions.keys()
@@ -71,7 +75,7 @@ def test_plans_use_what_was_measured(emulated_report: MachineReport, tiny: MakeT
     assert found.origin.startswith("measured on this machine, 20")
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"schema": 1}', '{"schema": 1, "rates": {"origin": 1}}'])
+@pytest.mark.parametrize("content", ["", "[]", '{"schema": 2}', '{"schema": 2, "rates": {"origin": 1}}'])
 def test_a_damaged_measurement_is_told_with_the_way_out(content: str, emulated_report: MachineReport) -> None:
     path = save_report(emulated_report)
     path.write_text(content)

@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from overspill.checkpoint.records import Extent
@@ -26,6 +29,7 @@ ROUNDS = 7
 BEYOND_CACHES_BYTES = 1 << 30
 """Several times what a large processor's last cache holds."""
 MANY_TOKENS = 256
+_COPIED_BYTES = 64 << 20
 _WIDTH = 2048
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -71,6 +75,60 @@ def link(device: Device, sizes: Sequence[int] = (1 << 20, 16 << 20, 64 << 20)) -
     return found
 
 
+def beside_copies(device: Device) -> tuple[float, float]:
+    """(how many times as long products of one token take while copies come all the time, bytes a second of these).
+
+    To a GPU they cross the link; elsewhere a thread copies memory, which is what an emulated link is made of.
+    """
+    if device.kind == "cuda":
+        target = device.allocate(_COPIED_BYTES, "weights").data
+        source = device.allocate_host(_COPIED_BYTES, pinned=True).data
+        slowed, rounds_s = _beside(device, partial(_joined, device.transfer, target, source))
+    else:
+        there, here = (_array_of(map_memory(_COPIED_BYTES)) for _ in range(2))
+        slowed, rounds_s = _beside(device, partial(np.copyto, there, here))  # by one thread, as an emulated link
+    return slowed, rounds_s * _COPIED_BYTES
+
+
+def beside_reads(device: Device, folder: Path) -> float:
+    """How many times as long products of one token take while a file in `folder` is read without a pause."""
+    with _written_file(folder, _COPIED_BYTES) as path, FileReader() as reader:
+        into = memoryview(_array_of(map_memory(_COPIED_BYTES)))
+        return _beside(device, partial(reader.read, [(Extent(path, 0, _COPIED_BYTES), into)]))[0]
+
+
+def _beside(device: Device, other: Callable[[], object]) -> tuple[float, float]:
+    """(how many times as long products take beside `other`, done again and again; how often a second that was)."""
+    nbytes = _WIDTH * _WIDTH * 2
+    block = device.allocate(max(nbytes, min(BEYOND_CACHES_BYTES, device.memory_bytes // 8)), "weights")
+    matrices = [
+        block.data[at : at + nbytes].view(torch.bfloat16).view(_WIDTH, _WIDTH)
+        for at in range(0, len(block.data) - nbytes + 1, nbytes)
+    ]
+    for matrix in matrices:
+        device.upload(matrix, torch.zeros(_WIDTH, _WIDTH, dtype=torch.bfloat16))
+    products = partial(_all, device.to_device(torch.zeros(1, _WIDTH, dtype=torch.bfloat16)), matrices)
+    alone_s = _seconds(device, products)
+    done, rounds = threading.Event(), 0
+
+    def again() -> None:
+        nonlocal rounds
+        while not done.is_set():
+            other()
+            rounds += 1
+
+    other()
+    thread = threading.Thread(target=again)
+    begun = time.perf_counter()
+    thread.start()
+    try:
+        beside_s = _seconds(device, products)
+    finally:
+        done.set()
+        thread.join()
+    return max(1.0, beside_s / alone_s), rounds / (time.perf_counter() - begun)
+
+
 def experts_on_cpu() -> tuple[float, float]:
     """(bytes a second for one token, operations a second for many) of bfloat16 experts by the CPU's kernels."""
     hidden, intermediate = 2048, 768
@@ -111,6 +169,22 @@ def disk(folder: Path, sizes: Sequence[int] = (512 << 10, 4 << 20), nbytes: int 
     Writes a file of `nbytes` there for the while. Raises OSError.
     """
     found = {}
+    with _written_file(folder, nbytes) as path:
+        into = memoryview(_array_of(map_memory(nbytes)))
+        for size in sizes:
+            with FileReader(chunk_bytes=size) as reader:
+                times = []
+                for _ in range(3):
+                    begun = time.perf_counter()
+                    reader.read([(Extent(path, 0, nbytes), into)])
+                    times.append(time.perf_counter() - begun)
+            found[size] = nbytes / statistics.median(times)
+    return found
+
+
+@contextmanager
+def _written_file(folder: Path, nbytes: int) -> Iterator[Path]:
+    """A file of `nbytes` that is on the disk and not in the page cache, for the while."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".overspill-bench-") as file:
         piece = os.urandom(8 << 20)
         for _ in range(nbytes // len(piece)):
@@ -118,22 +192,11 @@ def disk(folder: Path, sizes: Sequence[int] = (512 << 10, 4 << 20), nbytes: int 
         file.flush()
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        into = _bytes_of(map_memory(nbytes))
-        for size in sizes:
-            with FileReader(chunk_bytes=size) as reader:
-                extents = [(Extent(Path(file.name), 0, nbytes), into)]
-                times = []
-                for _ in range(3):
-                    begun = time.perf_counter()
-                    reader.read(extents)
-                    times.append(time.perf_counter() - begun)
-            found[size] = nbytes / statistics.median(times)
-    return found
+        yield Path(file.name)
 
 
-def _bytes_of(memory: torch.Tensor) -> memoryview:
-    array: Any = memory.numpy()
-    return memoryview(array)
+def _array_of(memory: torch.Tensor) -> Any:
+    return memory.numpy()
 
 
 def numa_nodes() -> list[dict[str, object]]:

@@ -16,7 +16,7 @@ import torch
 from overspill.errors import CheckpointError
 from overspill.machine.device import Device
 
-SCHEMA = 1
+SCHEMA = 2
 FOLDER_VARIABLE = "OVERSPILL_MACHINE_DIR"
 
 
@@ -26,9 +26,13 @@ class Rates:
 
     `read_bytes_s` is what products of one token reach in reading weights, `flops` what products of many tokens reach,
     each by dtype ("bfloat16"). `layer_s` is what a decoder layer of a transformers model takes besides (launches,
-    Python). `expert_bytes_s` and `expert_flops` are the same two for experts that the CPU computes. `disk_bytes_s` is
-    None where no disk was measured. `asynchronous`: launching runs beside computing, as on a GPU. `link_times`: how
-    many times longer than its bandwidth says the device's link takes.
+    Python), `expert_layer_s` the same of a layer with routed experts by where they are computed ("device", "cpu",
+    "slots"), `step_s` what a step takes besides its layers. `expert_bytes_s` and `expert_flops` are reading and
+    computing of experts that the CPU computes. `disk_bytes_s` is None where no disk was measured. `asynchronous`:
+    launching runs beside computing, as on a GPU. `copy_bytes_s` is the most that copies to the device reach whatever
+    the link carries, None where nothing but the link bounds them. `beside_copies` and `beside_reads`: how many times as
+    long computing takes beside a copy to the device, and beside a read from disk. `link_times`: how many times longer
+    than its bandwidth says the device's link takes.
     """
 
     origin: str
@@ -37,8 +41,13 @@ class Rates:
     layer_s: float
     expert_bytes_s: float
     expert_flops: float
+    expert_layer_s: Mapping[str, float] = field(default_factory=dict)
+    step_s: float = 0.0
     disk_bytes_s: float | None = None
     asynchronous: bool = False
+    copy_bytes_s: float | None = None
+    beside_copies: float = 1.0
+    beside_reads: float = 1.0
     link_times: float = 1.0
 
     def reading(self, dtype: str) -> float:
@@ -53,9 +62,12 @@ class Rates:
             read_bytes_s={name: rate / times for name, rate in self.read_bytes_s.items()},
             flops={name: rate / times for name, rate in self.flops.items()},
             layer_s=self.layer_s * times,
+            expert_layer_s={where: seconds * times for where, seconds in self.expert_layer_s.items()},
+            step_s=self.step_s * times,
             expert_bytes_s=self.expert_bytes_s / times,
             expert_flops=self.expert_flops / times,
             disk_bytes_s=self.disk_bytes_s and self.disk_bytes_s / times,
+            copy_bytes_s=self.copy_bytes_s and self.copy_bytes_s / times,
             link_times=self.link_times * times,
         )
 

@@ -2,18 +2,22 @@
 
 A pass over `tokens` tokens reads every dense weight once, of `experts` the share that so many tokens are expected to
 choose, E·(1−(1−k/E)^b), and the cache of what came before. Products are bound by reading weights or by arithmetic,
-whichever takes longer. What crosses the link in place adds to that, what is copied ahead runs beside it.
+whichever takes longer. What crosses the link in place adds to that; what is copied ahead runs beside it as far as the
+ring's buffers allow (pipeline.py).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from overspill.machine.device import Link
 from overspill.machine.rates import Rates
-from overspill.model.weights import Weight
-from overspill.plan.placement import Plan
+from overspill.model.weights import Role, Weight
+from overspill.plan.pipeline import Copy, Turn, pass_seconds
+from overspill.plan.placement import Placement, Plan
+from overspill.plan.ring import RingLayer
 from overspill.plan.tiers import Access, Tier
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -61,73 +65,160 @@ def forecast(plan: Plan, rates: Rates) -> Forecast:
 
 def pass_forecast(plan: Plan, rates: Rates, tokens: int, *, kept_tokens: int) -> PassForecast:
     """One pass over `tokens` tokens, each after `kept_tokens` of its own sequence in the cache."""
-    elsewhere = {p.weight.full for p in plan.placements if p.access is Access.IN_PLACE and p.tier is not Tier.DEVICE}
-    if plan.memory.unified:  # mapped weights are computed where everything is
-        elsewhere = set()
-    on_device = [p.weight for p in plan.placements if p.weight.full not in elsewhere]
-    reading_s = sum(w.step_bytes(tokens) / rates.reading(_dtype(w)) for w in on_device)
-    cached = plan.model.trace.kv_token_bytes * kept_tokens * tokens
-    reading_s += cached / max(rates.read_bytes_s.values())
-    computing_s = sum(_operations(w, tokens) / rates.computing(_dtype(w)) for w in on_device)
-    launches_s = rates.layer_s * sum(weight_runs(plan))
-    products_s = max(reading_s, computing_s)
-    busy_s = max(products_s, launches_s) if rates.asynchronous else products_s + launches_s
-
-    link = (
-        None
-        if plan.step.link is None
-        else replace(
-            plan.step.link,
-            bandwidth=plan.step.link.bandwidth / rates.link_times,
-            latency_s=plan.step.link.latency_s * rates.link_times,
-        )
-    )
-    zero_copy = [p.weight for p in plan.placements if p.access is Access.ZERO_COPY]
-    in_line_s = _over(link, sum(w.step_bytes(tokens) for w in zero_copy), sum(w.reads.times for w in zero_copy))
-    blocks = plan.placed
-    results = tokens * sum(b.hidden_size * next(iter(b.weights.values())).dtype.itemsize for b in blocks)
-    in_line_s += _over(link, 4 * results, 2 * len(blocks))
-    cpu_s = sum(
-        max(w.step_bytes(tokens) / rates.expert_bytes_s, _operations(w, tokens) / rates.expert_flops)
-        for block in blocks
-        for w in block.weights.values()
-    )
-    disk_in_line_s = 0.0
-    disk_bytes_s = rates.disk_bytes_s or float("inf")
-    if plan.slots is not None:
-        missed = plan.slots.expected_bytes(tokens)
-        experts = missed / max(1, plan.slots.slot_bytes)
-        if plan.slots.tier is Tier.DISK:
-            disk_in_line_s = missed / disk_bytes_s
-        in_line_s += _over(link, missed, experts)
-
-    ring_link_s = ring_disk_s = 0.0
-    if (ring := plan.ring) is not None:
-        ring_link_s = _over(link, ring.pass_bytes, ring.transfers)
-        ring_disk_s = ring.disk_pass_bytes / disk_bytes_s
-    if ring is not None and not ring.look_ahead:
-        in_line_s, ring_link_s = in_line_s + ring_link_s, 0.0
-
-    working_s = busy_s + in_line_s + cpu_s + disk_in_line_s
+    link, ring = _link(plan, rates), plan.ring
+    work = [*_layers(plan, rates, link, tokens, kept_tokens), _rest(plan, rates, link, tokens)]
+    in_ring = {(layer.stack, layer.number): index for index, layer in enumerate(ring.layers if ring else ())}
+    turns = [Turn(turn.seconds(asynchronous=rates.asynchronous), in_ring.get(turn.layer)) for turn in work]
+    copies = [_copy(layer, rates, link) for layer in (ring.layers if ring else ())]
+    copied_s = dict.fromkeys((LINK, DISK), 0.0)
+    for layer, copy in zip(ring.layers if ring else (), copies, strict=True):
+        if ring is not None and layer in ring.copied:
+            copied_s[copy.channel] += ring.rounds * copy.seconds
+    reading_s, computing_s = (sum(getattr(turn, name) for turn in work) for name in ("reading_s", "computing_s"))
     parts = {
         DEVICE_MEMORY: reading_s if reading_s >= computing_s else 0.0,
         DEVICE_COMPUTE: computing_s if computing_s > reading_s else 0.0,
-        LAUNCHES: launches_s,
-        LINK: in_line_s + ring_link_s,
-        CPU: cpu_s,
-        DISK: disk_in_line_s + ring_disk_s,
+        LAUNCHES: sum(turn.launches_s for turn in work),
+        LINK: sum(turn.link_s for turn in work) + copied_s[LINK],
+        CPU: sum(turn.cpu_s for turn in work),
+        DISK: sum(turn.disk_s for turn in work) + copied_s[DISK],
     }
-    seconds = max(working_s, ring_link_s, ring_disk_s)
+    seconds = pass_seconds(turns, ring, copies)
     return PassForecast(tokens, seconds, parts, max(parts, key=lambda name: parts[name]))
 
 
-def weight_runs(plan: Plan) -> list[int]:
-    """How often a pass runs each layer that it runs, towers left out."""
-    towers = {stack.path for stack in plan.model.stacks if stack.tower}
-    order = [layer for layer in plan.model.trace.layer_order if layer[0] not in towers]
-    if not order:
-        return [1] * plan.model.decoder.layers
-    return [order.count(layer) for layer in dict.fromkeys(order)]
+_NO_LAYER = ("", -1)
+
+
+@dataclass
+class _Work:
+    """What one run of a layer takes of each resource, in seconds; `layer` is _NO_LAYER for what is in none."""
+
+    layer: tuple[str, int]
+    launches_s: float
+    reading_s: float = 0.0
+    computing_s: float = 0.0
+    link_s: float = 0.0
+    cpu_s: float = 0.0
+    disk_s: float = 0.0
+
+    def seconds(self, *, asynchronous: bool) -> float:
+        """Products are bound by reading or by arithmetic; what is in line with them adds."""
+        products_s = max(self.reading_s, self.computing_s)
+        busy_s = max(products_s, self.launches_s) if asynchronous else products_s + self.launches_s
+        return busy_s + self.link_s + self.cpu_s + self.disk_s
+
+
+def _layers(plan: Plan, rates: Rates, link: Link | None, tokens: int, kept_tokens: int) -> list[_Work]:
+    """The layers of a pass in the order in which they run, each as often as it does."""
+    order = layers_run(plan)
+    times = Counter(order)
+    work = {layer: _Work(layer, rates.layer_s) for layer in times}
+    cached_s = plan.model.trace.kv_token_bytes * kept_tokens * tokens / max(rates.read_bytes_s.values())
+    for layer, turn in work.items():
+        turn.reading_s += cached_s * times[layer] / len(order)
+    for placement in plan.placements:
+        if (layer := _layer_of(placement.weight)) in work:
+            _add(work[layer], placement, plan, rates, link, tokens)
+    for block in plan.placed:
+        turn = work[plan.model.decoder.path, block.layer]
+        results = tokens * block.hidden_size * next(iter(block.weights.values())).dtype.itemsize
+        turn.link_s += _over(link, 4 * results, 2)
+        for weight in block.weights.values():
+            reading_s = weight.step_bytes(tokens) / rates.expert_bytes_s
+            turn.cpu_s += max(reading_s, _operations(weight, tokens) / rates.expert_flops)
+    if (slots := plan.slots) is not None:
+        missed = slots.expected_bytes(tokens) / len(slots.blocks)
+        for block in slots.blocks:
+            turn = work[plan.model.decoder.path, block.layer]
+            if slots.tier is Tier.DISK:
+                turn.disk_s += missed / _disk_bytes_s(rates)
+            turn.link_s += _over(link, missed, missed / max(1, slots.slot_bytes))
+    for layer, seconds in _expert_layers(plan, rates).items():
+        work[layer].launches_s = seconds
+    return [_per_run(work[layer], times[layer]) for layer in order]
+
+
+def _rest(plan: Plan, rates: Rates, link: Link | None, tokens: int) -> _Work:
+    """What a pass does outside of the layers that it runs."""
+    work = _Work(_NO_LAYER, rates.step_s)
+    layers = set(layers_run(plan))
+    for placement in plan.placements:
+        if _layer_of(placement.weight) not in layers:
+            _add(work, placement, plan, rates, link, tokens)
+    return work
+
+
+def _add(work: _Work, placement: Placement, plan: Plan, rates: Rates, link: Link | None, tokens: int) -> None:
+    """What is read of a weight, multiplied by it, and brought for it when it is its turn."""
+    weight = placement.weight
+    away = placement.access is Access.IN_PLACE and placement.tier is not Tier.DEVICE
+    if not away or plan.memory.unified:  # mapped weights are computed where everything is
+        work.reading_s += weight.step_bytes(tokens) / rates.reading(_dtype(weight))
+        work.computing_s += _operations(weight, tokens) / rates.computing(_dtype(weight))
+    if placement.access is Access.ZERO_COPY:
+        work.link_s += _over(link, weight.step_bytes(tokens), weight.reads.times)
+
+
+def _expert_layers(plan: Plan, rates: Rates) -> dict[tuple[str, int], float]:
+    """The overhead of layers with routed experts, by where these are computed."""
+    decoder = plan.model.decoder.path
+    slots = () if plan.slots is None else plan.slots.blocks
+    where = {_layer_of(weight): "device" for weight in plan.model if weight.role is Role.ROUTED_EXPERT}
+    where |= {(decoder, block.layer): "cpu" for block in plan.placed}
+    where |= {(decoder, block.layer): "slots" for block in slots}
+    run = set(layers_run(plan))
+    return {layer: rates.expert_layer_s.get(what, rates.layer_s) for layer, what in where.items() if layer in run}
+
+
+def _layer_of(weight: Weight) -> tuple[str, int]:
+    name = weight.name
+    return _NO_LAYER if name.stack is None or name.layer is None else (name.stack, name.layer)
+
+
+def _per_run(work: _Work, times: int) -> _Work:
+    """A weight's bytes are those of all runs of its layer in a pass."""
+    return replace(
+        work,
+        reading_s=work.reading_s / times,
+        computing_s=work.computing_s / times,
+        link_s=work.link_s / times,
+        cpu_s=work.cpu_s / times,
+        disk_s=work.disk_s / times,
+    )
+
+
+def _copy(layer: RingLayer, rates: Rates, link: Link | None) -> Copy:
+    """How a layer comes. From disk to a device it crosses the link on the way, which is seldom the slower."""
+    if layer.tier is Tier.DISK:
+        seconds = sum(weight.nbytes for weight in layer.weights) / _disk_bytes_s(rates)
+        if link is not None and (crossing_s := _over(link, layer.nbytes, 1)) > seconds:
+            return Copy(LINK, crossing_s, crossing_s, rates.beside_copies)
+        return Copy(DISK, seconds, seconds, rates.beside_reads)
+    seconds = _over(link, layer.nbytes, 1)
+    copying_s = seconds if rates.copy_bytes_s is None else layer.nbytes / rates.copy_bytes_s
+    return Copy(LINK, seconds, copying_s, rates.beside_copies)
+
+
+def _link(plan: Plan, rates: Rates) -> Link | None:
+    """The device's link, as fast as it was found to be."""
+    link = plan.step.link
+    if link is None:
+        return None
+    bandwidth = min(link.bandwidth, rates.copy_bytes_s or link.bandwidth) / rates.link_times
+    return replace(link, bandwidth=bandwidth, latency_s=link.latency_s * rates.link_times)
+
+
+def _disk_bytes_s(rates: Rates) -> float:
+    return rates.disk_bytes_s or float("inf")
+
+
+def layers_run(plan: Plan) -> list[tuple[str, int]]:
+    """The layers of a pass as they run, (stack, number), each as often as it does; towers left out."""
+    model = plan.model
+    towers = {stack.path for stack in model.stacks if stack.tower}
+    order = [layer for layer in model.trace.layer_order if layer[0] not in towers]
+    return order or [(model.decoder.path, number) for number in range(model.decoder.layers)]
 
 
 def _over(link: Link | None, nbytes: float, transfers: float) -> float:
