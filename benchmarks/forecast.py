@@ -1,7 +1,8 @@
 """What plans forecast of time and memory, held against what then happens.
 
-Before each way the machine is measured (`overspill bench`'s figures, in this very process); the way is planned with
-them, loaded and run: a prompt, and decode steps of one sequence. Emulated links of three speeds, experts on the CPU,
+Before each way and after it the machine is measured (`overspill bench`'s figures, in this very process), since it
+changes within minutes; between them the way is planned, loaded and run: a prompt, and decode steps of one sequence. The
+forecast is the mean of what both measurements say. Emulated links of three speeds, experts on the CPU,
 the CPU itself, and layers read from disk.
 """
 
@@ -85,11 +86,15 @@ def measure(scale: Scale, cache: Path, tell: Callable[[str], None]) -> Report:
         device = select_device(settings.engine)
         torch.set_num_threads(1)
         tell(f"{case.model}, {case.way}")
-        rates = measure_machine(select_device(settings.engine), cache).rates  # in the same minute: machines change
-        gc.collect()
-        torch.set_num_threads(1)
+
+        def rates(settings: Settings = settings) -> Rates:
+            gc.collect()
+            found = measure_machine(select_device(settings.engine), cache).rates
+            torch.set_num_threads(1)
+            gc.collect()
+            return found
+
         report.rows.append(_row(case, folders[case.model], settings, device, rates, scale))
-        gc.collect()
     times = [abs(row["time_ratio"] - 1) for row in report.rows]
     memories = [abs(row["memory_ratio"] - 1) for row in report.rows]
     report.bars = [
@@ -136,7 +141,10 @@ def _extension(**fields: object) -> dict[str, Any]:
     return {"overspill": fields}
 
 
-def _row(case: Case, folder: Path, settings: Settings, device: Device, rates: Rates, scale: Scale) -> dict[str, Any]:
+def _row(
+    case: Case, folder: Path, settings: Settings, device: Device, rates: Callable[[], Rates], scale: Scale
+) -> dict[str, Any]:
+    before = rates()
     prepared = prepare(folder, settings, device)
     evict(sorted(folder.glob("*.safetensors")))
     engine = start(prepared)
@@ -144,19 +152,25 @@ def _row(case: Case, folder: Path, settings: Settings, device: Device, rates: Ra
     device.reset_peak()
     answer = engine.generate(prompt, SamplingParams(max_tokens=scale.tokens), ignore_eos=True)
     steps = [step.seconds for step in answer.steps[1:]]
-    plan = prepared.plan
-    forecast = pass_forecast(plan, rates, 1, kept_tokens=scale.prompt + scale.tokens // 2)
+    plan, peak = prepared.plan, device.peak_bytes()
+    del engine, answer
+    kept_tokens = scale.prompt + scale.tokens // 2
+    forecasts = [pass_forecast(plan, known, 1, kept_tokens=kept_tokens) for known in (before, rates())]
+    seconds = sum(forecast.seconds for forecast in forecasts) / 2
     expected = plan.memory.device_bytes - (0 if device.kind == "emulated" else plan.memory.working_bytes or 0)
-    peak = device.peak_bytes()
     return {
         "model": case.model,
         "way": case.way,
-        "limited_by": forecast.limit,
-        "forecast_ms": forecast.seconds * 1e3,
+        "limited_by": forecasts[0].limit,
+        "forecast_ms": seconds * 1e3,
         "measured_ms": median(steps) * 1e3,
-        "time_ratio": median(steps) / forecast.seconds,
+        "time_ratio": median(steps) / seconds,
         "forecast_bytes": expected,
         "measured_bytes": peak,
         "memory_ratio": peak / expected,
-        "samples": {"steps_s": steps, "parts_s": dict(forecast.parts)},
+        "samples": {
+            "steps_s": steps,
+            "forecasts_s": [f.seconds for f in forecasts],
+            "parts_s": [dict(f.parts) for f in forecasts],
+        },
     }

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
@@ -139,23 +137,10 @@ def _checkpoint(folder: Path, shards: Iterable[Shard]) -> Checkpoint:
     tensors: dict[str, TensorRecord] = {}
     metadata: dict[str, str] = {}
     files = []
-    with _collector_paused():
-        for shard in shards:
-            for name in tensors.keys() & shard.tensors.keys():
-                raise CheckpointError(f"tensor {name!r} stands in {tensors[name].extent.file} and in {shard.path}")
-            tensors |= shard.tensors
-            metadata |= shard.metadata
-            files.append(shard.path)
+    for shard in shards:
+        for name in tensors.keys() & shard.tensors.keys():
+            raise CheckpointError(f"tensor {name!r} stands in {tensors[name].extent.file} and in {shard.path}")
+        tensors |= shard.tensors
+        metadata |= shard.metadata
+        files.append(shard.path)
     return Checkpoint("safetensors", folder, tuple(files), tensors, metadata)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Garbage collection would walk every record again and again: a third of the time for 90 000 tensors."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

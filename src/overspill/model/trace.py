@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from overspill.model.hf import cache_argument, cache_of, decode_inputs, inputs, tensors_in
 from overspill.model.hf_experts import observed_experts
+from overspill.model.meta_results import MetaResults
 from overspill.model.stacks import Stack
 
 _SHORT = 8
@@ -203,7 +203,7 @@ class _FusedAttention(TorchFunctionMode):
     ) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
             query, value = args[0], args[2]
-            self._observer.see(tree_iter((args, kwargs)))
+            self._observer.see(_tensors((args, kwargs)))
             return query.new_empty(*query.shape[:-1], value.shape[-1])
         return func(*args, **(kwargs or {}))
 
@@ -259,7 +259,16 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
     for argument in arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (t for t in tree_iter(given.get(argument.name)) if isinstance(t, torch.Tensor))
+            yield from _tensors(given.get(argument.name))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Every tensor of an operation's arguments or result; several times faster than pytree's walk."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return _tensors([*value.values()]) if isinstance(value, dict) else []
 
 
 _GATHERS = frozenset({"embedding", "index_select", "index", "gather"})
@@ -275,6 +284,7 @@ class _Observer(TorchDispatchMode):
     def __init__(self, model: nn.Module, read: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.read = read
+        self.run = MetaResults()
         self.live_bytes = self.peak_bytes = self.guesses = 0
         self.parameters = {t.untyped_storage()._cdata: name for name, t in model.named_parameters()}
         self.known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
@@ -298,19 +308,18 @@ class _Observer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        arguments = {id(a): a for a in tree_iter((args, kwargs)) if isinstance(a, torch.Tensor)}
+        arguments = {id(a): a for a in _tensors((args, kwargs))}
         guess: Any = _GUESSED.get(func)
         self.guesses += guess in (_scalar, _nonzero)
-        result = (guess or func)(*args, **kwargs)
+        result = guess(*args, **kwargs) if guess is not None else self.run(func, args, kwargs)
         self._count(func, args, kwargs, arguments.values(), result)
-        for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.known:
-                    self.known.add(storage._cdata)
-                    self.live_bytes += storage.nbytes()
-                    self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-                    weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes()).atexit = False
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.known:
+                self.known.add(storage._cdata)
+                self.live_bytes += storage.nbytes()
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes()).atexit = False
         return result
 
     def _count(
@@ -319,7 +328,7 @@ class _Observer(TorchDispatchMode):
         """What this operation reads of parameters, and which it writes."""
         written = {id(tensor) for tensor in _written(func, args, kwargs)}
         gathers = func.overloadpacket.__name__ in _GATHERS
-        made = {t.untyped_storage()._cdata for t in tree_iter(result) if isinstance(t, torch.Tensor)}
+        made = {t.untyped_storage()._cdata for t in _tensors(result)}
         for argument in arguments:
             storage = argument.untyped_storage()._cdata
             name = self.parameters.get(storage)
@@ -336,11 +345,9 @@ class _Observer(TorchDispatchMode):
             else:
                 self.see([argument])
 
-    def see(self, arguments: Iterable[Any]) -> None:
+    def see(self, arguments: Iterable[torch.Tensor]) -> None:
         """Whole reads of what of these is a parameter, or a view of one."""
         for argument in arguments:
-            if not isinstance(argument, torch.Tensor):
-                continue
             if (name := self.parameters.get(argument.untyped_storage()._cdata)) is not None:
                 self.read(name)
                 self.times[name] += 1
