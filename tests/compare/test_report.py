@@ -11,10 +11,10 @@ from made_results import EQUAL, LAYERS, MIB, evidence, from_disk, generation, ma
 from rich.console import Console
 
 from overspill.compare.answers import AnswerDifference
-from overspill.compare.drawing import layer_rows, step_chart
+from overspill.compare.drawing import forecast_chart, layer_rows, step_chart
 from overspill.compare.page import render_page
 from overspill.compare.report import SCHEMA, Report, SideReport, conditions
-from overspill.compare.results import Allocation
+from overspill.compare.results import Allocation, PassTime, RunResult, TimeForecast
 from overspill.compare.tables import memory_rows
 from overspill.compare.terminal import render_terminal
 from overspill.compare.verdicts import Evidence, judge
@@ -120,6 +120,43 @@ def test_the_chart_draws_every_decode_step_within_its_frame():
     assert chart.floor is not None
     short = evidence(candidate=(run("zero_copy", generations=(generation(ids=(4,)),)),), baseline=())
     assert step_chart(report_of(replace(short, baseline_missing="no"))) is None
+
+
+def with_times(result: RunResult, *step_ms: float) -> RunResult:
+    """The first of `step_ms` is of a step of one sequence, the others double their number each."""
+    batches = tuple(PassTime(2**i, ms / 1e3, "link" if i < 2 else "device compute") for i, ms in enumerate(step_ms))
+    return replace(result, plan=replace(result.plan, times=TimeForecast("made up", step_ms[0] / 1e3, batches)))
+
+
+def test_the_forecast_is_drawn_by_batch_and_held_against_what_was_measured():
+    """Decode steps take 21 and 22 ms."""
+    report = report_of(
+        evidence(
+            baseline=(with_times(run(), 10, 10, 10, 20),), candidate=(with_times(run("zero_copy"), 43, 44, 46, 80),)
+        )
+    )
+    chart = forecast_chart(report)
+    assert chart is not None
+    assert [curve.side for curve in chart.curves] == ["baseline", "candidate"]
+    for curve in chart.curves:
+        heights = [mark.y for mark in curve.marks]
+        assert heights[0] > heights[1] > heights[2] >= heights[3], "tokens a second grow with the batch"
+        assert all(chart.left <= mark.x <= chart.right and 0 <= mark.y <= chart.bottom for mark in curve.marks)
+    baseline, candidate = (curve.marks for curve in chart.curves)
+    assert all(fast.y < slow.y for fast, slow in zip(baseline, candidate, strict=True)), "the faster is higher up"
+    assert candidate[3].title == "8 sequences: 80.0 ms a step, 100.0 tokens/s, limited by device compute"
+    assert [tick.label for tick in chart.x_ticks] == ["1", "2", "4", "8"]
+    page = render_page(report)
+    assert candidate[3].title in page
+    for told in ("10.0 ms, measured 2.15 times that", "43.0 ms, measured 0.50 times that"):
+        assert told in page
+        assert told in shown(report).replace("\n", " ")
+
+
+def test_without_rates_nothing_is_forecast_and_the_page_says_so():
+    assert forecast_chart(report_of(evidence())) is None
+    assert "<code>overspill bench</code> measures this machine" in render_page(report_of(evidence()))
+    assert "decode step, forecast" not in shown(report_of(evidence()))
 
 
 def test_memory_is_told_as_forecast_asked_allocated_and_measured():

@@ -7,6 +7,9 @@ from overspill.compare.answers import block_difference, difference
 from overspill.compare.results import OBSERVED, Job, RunResult, from_json, to_json
 from overspill.compare.verdicts import Evidence, Outcome, judge
 from overspill.compare.worker import measure
+from overspill.machine import EmulatedDevice
+from overspill.machine.observed import observations
+from overspill.machine.rates import FOLDER_VARIABLE, MachineReport, Rates, fingerprint, save_report
 from overspill.machine.reads import FileReader
 from overspill.plan import disk
 
@@ -48,6 +51,25 @@ def test_what_is_measured_agrees_with_itself(resident):
     assert result.memory.peak_bytes > result.weights_and_pool_bytes
     assert result.memory.kv_cache_peak_bytes > 0
     assert result.read_bytes > 0
+
+
+def test_steps_are_held_against_the_forecast_where_the_machine_is_known(tiny, monkeypatch, tmp_path):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    device = EmulatedDevice()
+    assert measure(job(tiny("llama")))[0].plan.times is None
+    figures = {"float32": 1e9}
+    rates = Rates("made up", figures, figures, layer_s=1e-3, expert_bytes_s=1e9, expert_flops=1e9)
+    name = fingerprint(device)[0]
+    save_report(MachineReport(name, device.kind, device.name, "2026-11-30", {}, {}, {}, rates))
+    result, _ = measure(job(tiny("llama")))
+    times = result.plan.times
+    assert times is not None
+    assert times.origin == "made up"
+    assert [batch.tokens for batch in times.batches] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert times.step_s == pytest.approx(times.batches[0].seconds, rel=0.05)
+    (kept,) = observations(device)
+    assert (kept.forecast_s, kept.measured_s, kept.way) == (times.step_s, result.decode_median_s, "")
+    assert from_json(RunResult, to_json(result)) == result
 
 
 def padding(result: RunResult) -> int:

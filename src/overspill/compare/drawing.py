@@ -1,4 +1,4 @@
-"""What the page draws: where the weights are, layer by layer, and how long each step took."""
+"""What the page draws: where the weights are, layer by layer, how long steps took, and what batches were forecast."""
 
 from __future__ import annotations
 
@@ -170,3 +170,75 @@ def _ticks(highest: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw)
     return [step * i for i in range(math.ceil(highest / step) + 1)]
+
+
+# -- the forecast by batch ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mark:
+    x: float
+    y: float
+    title: str
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One side's forecast: tokens per second by the number of sequences, `points` for SVG, a mark on each."""
+
+    side: str
+    points: str
+    marks: tuple[Mark, ...]
+
+
+@dataclass(frozen=True)
+class ForecastChart:
+    """Geometry as Chart's; both axes grow by factors."""
+
+    origin: str
+    curves: tuple[Curve, ...]
+    y_ticks: tuple[Tick, ...]
+    x_ticks: tuple[Tick, ...]
+    width: int = WIDTH
+    height: int = HEIGHT
+    left: int = LEFT
+    right: int = WIDTH - RIGHT
+    bottom: int = HEIGHT - BOTTOM
+
+
+def forecast_chart(report: Report) -> ForecastChart | None:
+    """None where nothing was forecast."""
+    times = {side.name: side.runs[0].plan.times for side in report.sides}
+    known = {side: found for side, found in times.items() if found is not None}
+    if not known:
+        return None
+    rates = [batch.tokens / batch.seconds for found in known.values() for batch in found.batches]
+    low, high = math.floor(math.log10(min(rates))), math.ceil(math.log10(max(rates)))
+    high = max(high, low + 1)
+    most = math.log2(max(batch.tokens for found in known.values() for batch in found.batches)) or 1.0
+
+    def x(tokens: int) -> float:
+        return round(LEFT + 12 + (WIDTH - LEFT - RIGHT - 24) * math.log2(tokens) / most, 1)
+
+    def y(rate: float) -> float:
+        return round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (math.log10(rate) - low) / (high - low), 1)
+
+    curves = []
+    for side, found in known.items():
+        marks = tuple(
+            Mark(
+                x(batch.tokens),
+                y(batch.tokens / batch.seconds),
+                f"{batch.tokens} sequences: {batch.seconds * 1e3:.1f} ms a step, "
+                f"{batch.tokens / batch.seconds:.1f} tokens/s, limited by {batch.limit}",
+            )
+            for batch in found.batches
+        )
+        curves.append(Curve(side, " ".join(f"{mark.x},{mark.y}" for mark in marks), marks))
+    first = next(iter(known.values()))
+    return ForecastChart(
+        first.origin,
+        tuple(curves),
+        tuple(Tick(y(10.0**power), f"{10.0**power:g}") for power in range(low, high + 1)),
+        tuple(Tick(x(batch.tokens), str(batch.tokens)) for batch in first.batches),
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import mean
 
 from overspill.compare.kernels import other_kernels
-from overspill.compare.results import Forecast, Pass, PlacedWeight
+from overspill.compare.results import Forecast, Generation, Pass, PassTime, PlacedWeight, TimeForecast
 from overspill.engine import Step
 from overspill.machine.device import Device
 from overspill.machine.read_requests import most_bytes
@@ -17,6 +18,7 @@ from overspill.offload.ledger import Ledger
 from overspill.offload.placed import PlacedModel
 from overspill.offload.prefetch import layer_runs
 from overspill.plan import Access, Plan, Tier
+from overspill.plan.forecast import forecast, pass_forecast
 
 
 def pass_of(step: Step, plan: Plan, device: Device, *, computed: bool) -> Pass:
@@ -49,7 +51,17 @@ def _zero_copy_weights(plan: Plan) -> list[Weight]:
     return [p.weight for p in plan.placements if p.access is Access.ZERO_COPY]
 
 
-def forecast_of(placed: PlacedModel) -> Forecast:
+def times_of(plan: Plan, generations: Sequence[Generation]) -> TimeForecast | None:
+    """What a decode step of `generations`, halfway through each, and steps of many sequences were forecast to take."""
+    if plan.rates is None:
+        return None
+    kept_tokens = round(mean(len(g.prompt_ids) + len(g.token_ids) / 2 for g in generations))
+    step_s = pass_forecast(plan, plan.rates, 1, kept_tokens=kept_tokens).seconds
+    found = forecast(plan, plan.rates)
+    return TimeForecast(found.origin, step_s, tuple(PassTime(b.tokens, b.seconds, b.limit) for b in found.decode))
+
+
+def forecast_of(placed: PlacedModel, generations: Sequence[Generation]) -> Forecast:
     plan = placed.plan
     link, memory, ring = plan.step.link, plan.memory, plan.ring
     zero_copy = _zero_copy_weights(plan)
@@ -87,6 +99,7 @@ def forecast_of(placed: PlacedModel) -> Forecast:
         slots=slots.count if slots is not None else 0,
         policy=slots.policy if slots is not None else None,
         other_kernels=other_kernels(plan),
+        times=times_of(plan, generations),
     )
 
 

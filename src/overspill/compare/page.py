@@ -12,10 +12,18 @@ from pathlib import Path
 from jinja2 import Environment
 
 from overspill.compare.answers import AnswerDifference, format_logit
-from overspill.compare.drawing import layer_rows, step_chart
+from overspill.compare.drawing import forecast_chart, layer_rows, step_chart
 from overspill.compare.report import Report, SideReport
 from overspill.compare.results import Generation, spread
-from overspill.compare.tables import MemoryRow, disk_rows, expert_rows, ledger_rows, memory_rows, side_words
+from overspill.compare.tables import (
+    MemoryRow,
+    disk_rows,
+    expert_rows,
+    forecast_rows,
+    ledger_rows,
+    memory_rows,
+    side_words,
+)
 from overspill.config import format_bytes
 
 
@@ -38,6 +46,8 @@ def render_page(report: Report) -> str:
         memory=_memory(report),
         budgets={side.name: side.runs[0].memory.budget_bytes for side in report.sides},
         chart=step_chart(report),
+        forecast=forecast_chart(report),
+        held=forecast_rows(report),
         experts=expert_rows(report),
         runs=_run_rows(report),
         disk=bool(disk_rows(report)),

@@ -141,6 +141,24 @@ class SlotState:
 
 
 @dataclass(frozen=True)
+class PassTime:
+    """Seconds that a pass over so many sequences, a token each, was forecast to take, and what it waits for most."""
+
+    tokens: int
+    seconds: float
+    limit: str
+
+
+@dataclass(frozen=True)
+class TimeForecast:
+    """`origin` is the rates'. `step_s` is of a decode step as this comparison's answers have them; `batches` grow."""
+
+    origin: str
+    step_s: float
+    batches: tuple[PassTime, ...]
+
+
+@dataclass(frozen=True)
 class Forecast:
     """What the plan said beforehand. Bytes, but for floors: seconds that a decoded token takes at least.
 
@@ -149,7 +167,7 @@ class Forecast:
     that the CPU computes and that go through slots; `stream_bytes` is what the slots would bring if all experts were
     alike, no part of `link_bytes`. A step reads `disk_bytes` of layers, at most `disk_most_bytes` with what lies beside
     them in the disk's blocks; an expert brings `expert_edges_bytes` besides at most. `other_kernels` says where kernels
-    compute that do not compute a resident model.
+    compute that do not compute a resident model. `times` is None where nothing is known of how fast the machine is.
     """
 
     backend: str | None
@@ -181,6 +199,7 @@ class Forecast:
     slots: int
     policy: str | None
     other_kernels: str | None
+    times: TimeForecast | None = None
 
     @property
     def pools_bytes(self) -> int:

@@ -104,6 +104,7 @@ def measured_rows(report: Report) -> list[MeasuredRow]:
         row("load", lambda runs: f"{median(r.load_seconds for r in runs):.2f} s"),
         row("prompt pass", lambda runs: _ms(median(r.prompt_median_s for r in runs))),
         row("decode step", lambda runs: _ms(_median([r.decode_median_s for r in runs]))),
+        *forecast_rows(report),
         row("link floor of a decode step", lambda runs: _ms(runs[0].plan.link_floor_s or None)),
         *expert_rows(report),
     ]
@@ -116,6 +117,17 @@ def disk_rows(report: Report) -> list[MeasuredRow]:
         return []
     figures = [format_bytes(round(told[name])) if name in told else "–" for name in ("baseline", "candidate")]
     return [MeasuredRow("read from disk a step", *figures)]
+
+
+def forecast_rows(report: Report) -> list[MeasuredRow]:
+    """What a decode step was forecast to take, and how that was met; none where nothing was forecast."""
+    told = {"baseline": "–", "candidate": "–"}
+    for side in report.sides:
+        times = side.runs[0].plan.times
+        measured_s = _median([run.decode_median_s for run in side.runs])
+        if times is not None and measured_s is not None:
+            told[side.name] = f"{_ms(times.step_s)}, measured {measured_s / times.step_s:.2f} times that"
+    return [MeasuredRow("decode step, forecast", **told)] if set(told.values()) != {"–"} else []
 
 
 def expert_rows(report: Report) -> list[MeasuredRow]:

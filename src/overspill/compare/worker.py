@@ -6,6 +6,7 @@ to stderr. An OverspillError ends it with that error's exit code.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import platform
 import resource
@@ -42,11 +43,13 @@ from overspill.compare.results import (
 )
 from overspill.config import resolve
 from overspill.engine import Engine, SamplingParams
-from overspill.errors import OverspillError
+from overspill.errors import CheckpointError, OverspillError
 from overspill.machine.device import Device
+from overspill.machine.observed import remember
 from overspill.offload.expert_runs import ExpertRuns
 from overspill.offload.expert_slots import SlotCounts
 from overspill.offload.expert_sources import DiskSource
+from overspill.plan import Plan
 
 PURPOSES = ("weights", "buffer_pool", "expert_slots", "kv_cache", "working")
 
@@ -120,7 +123,7 @@ def measure(job: Job) -> tuple[RunResult, dict[str, torch.Tensor]]:
         device_kind=device.kind,
         device_name=device.name,
         zero_copy_counted=device.sees_the_link,
-        plan=forecast_of(engine.placed),
+        plan=forecast_of(engine.placed, generations),
         weights=weights_of(plan, engine.ledger),
         blocks=tuple(
             Allocation(b.purpose, b.tier, b.requested_bytes, b.allocated_bytes, b.pinned) for b in engine.ledger.blocks
@@ -141,7 +144,17 @@ def measure(job: Job) -> tuple[RunResult, dict[str, torch.Tensor]]:
         },
         threads=torch.get_num_threads(),
     )
+    _remember(device, plan, result)
     return result, logits
+
+
+def _remember(device: Device, plan: Plan, result: RunResult) -> None:
+    """Keep what a decode step took beside its forecast, for `overspill plan --calibrate`."""
+    times, measured_s = result.plan.times, result.decode_median_s
+    if times is None or measured_s is None:
+        return
+    with contextlib.suppress(CheckpointError):  # a comparison needs no note of it
+        remember(device, plan.model.architecture, ", ".join(plan.ways), forecast_s=times.step_s, measured_s=measured_s)
 
 
 class _Seen:
