@@ -58,7 +58,7 @@ def measure_machine(device: Device, folder: Path, progress: Callable[[str], None
     tell("link")
     link = measure.link(device)
     tell("products beside copies and reads")
-    beside_copies, copy_bytes_s = measure.beside_copies(device)
+    beside_copies, copy_bytes_s, copies_beside = measure.beside_copies(device)
     beside_reads = measure.beside_reads(device, folder)
     tell("experts on the CPU")
     expert_bytes_s, expert_flops = measure.experts_on_cpu()
@@ -79,6 +79,7 @@ def measure_machine(device: Device, folder: Path, progress: Callable[[str], None
         asynchronous=device.kind == "cuda",
         copy_bytes_s=copy_bytes_s if device.kind != "cuda" else None,
         beside_copies=beside_copies,
+        copies_beside=copies_beside,
         beside_reads=beside_reads,
     )
     return MachineReport(
@@ -106,7 +107,8 @@ def measure_machine(device: Device, folder: Path, progress: Callable[[str], None
             "a step besides": step_s,
             "products beside a copy, times as long": beside_copies,
             "products beside a read from disk, times as long": beside_reads,
-            "copies beside products": copy_bytes_s,
+            "copies to the device": copy_bytes_s,
+            "copies beside products, times as long": copies_beside,
             "link": {way: {str(size): rate for size, rate in sizes.items()} for way, sizes in link.items()},
             "experts on the CPU, one token": expert_bytes_s,
             "experts on the CPU, many tokens": expert_flops,

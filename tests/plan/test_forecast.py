@@ -96,6 +96,8 @@ def test_a_link_is_no_faster_than_the_copying_behind_it(llama: ModelMap) -> None
     ahead = plan_of(llama, {"prefetch": {"offload_group_size": 1, "offload_prefetch_step": 2}}, FREE)
     found = pass_of(ahead, rates(copy_bytes_s=1e6), 1, kept_tokens=0)
     assert found.seconds == pytest.approx(ahead.step.prefetch_bytes / 1e6)
+    found = pass_of(ahead, rates(copy_bytes_s=1e6, copies_beside=1.5), 1, kept_tokens=0)
+    assert found.seconds == pytest.approx(1.5 * ahead.step.prefetch_bytes / 1e6)
 
 
 def test_layers_with_experts_have_an_overhead_of_their_own(tiny: MakeTiny) -> None:

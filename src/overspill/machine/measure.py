@@ -75,19 +75,23 @@ def link(device: Device, sizes: Sequence[int] = (1 << 20, 16 << 20, 64 << 20)) -
     return found
 
 
-def beside_copies(device: Device) -> tuple[float, float]:
-    """(how many times as long products of one token take while copies come all the time, bytes a second of these).
+def beside_copies(device: Device) -> tuple[float, float, float]:
+    """Products of one token beside copies to the device, each going on all the time.
 
-    To a GPU they cross the link; elsewhere a thread copies memory, which is what an emulated link is made of.
+    (how many times as long the products take, bytes a second of copies alone, how many times as long the copies take).
+    To a GPU copies cross the link; elsewhere a thread copies memory, which is what an emulated link is made of.
     """
+    copy: Callable[[], object]
     if device.kind == "cuda":
         target = device.allocate(_COPIED_BYTES, "weights").data
         source = device.allocate_host(_COPIED_BYTES, pinned=True).data
-        slowed, rounds_s = _beside(device, partial(_joined, device.transfer, target, source))
+        copy = partial(_joined, device.transfer, target, source)
     else:
         there, here = (_array_of(map_memory(_COPIED_BYTES)) for _ in range(2))
-        slowed, rounds_s = _beside(device, partial(np.copyto, there, here))  # by one thread, as an emulated link
-    return slowed, rounds_s * _COPIED_BYTES
+        copy = partial(np.copyto, there, here)  # by one thread
+    alone_s = _seconds(device, copy)
+    slowed, beside_s = _beside(device, copy)
+    return slowed, _COPIED_BYTES / alone_s, max(1.0, beside_s / alone_s)
 
 
 def beside_reads(device: Device, folder: Path) -> float:
@@ -98,7 +102,7 @@ def beside_reads(device: Device, folder: Path) -> float:
 
 
 def _beside(device: Device, other: Callable[[], object]) -> tuple[float, float]:
-    """(how many times as long products take beside `other`, done again and again; how often a second that was)."""
+    """(how many times as long products take beside `other`, done again and again; the seconds of each `other`)."""
     nbytes = _WIDTH * _WIDTH * 2
     block = device.allocate(max(nbytes, min(BEYOND_CACHES_BYTES, device.memory_bytes // 8)), "weights")
     matrices = [
@@ -126,7 +130,7 @@ def _beside(device: Device, other: Callable[[], object]) -> tuple[float, float]:
     finally:
         done.set()
         thread.join()
-    return max(1.0, beside_s / alone_s), rounds / (time.perf_counter() - begun)
+    return max(1.0, beside_s / alone_s), (time.perf_counter() - begun) / max(1, rounds)
 
 
 def experts_on_cpu() -> tuple[float, float]:
@@ -223,7 +227,7 @@ def _all(tokens: torch.Tensor, matrices: Sequence[torch.Tensor]) -> None:
         torch.nn.functional.linear(tokens, matrix)
 
 
-def _seconds(device: Device, work: Callable[[], None], rounds: int = ROUNDS) -> float:
+def _seconds(device: Device, work: Callable[[], object], rounds: int = ROUNDS) -> float:
     times = []
     with torch.no_grad(), device.execution():
         for _ in range(rounds + 1):

@@ -31,8 +31,9 @@ class Rates:
     computing of experts that the CPU computes. `disk_bytes_s` is None where no disk was measured. `asynchronous`:
     launching runs beside computing, as on a GPU. `copy_bytes_s` is the most that copies to the device reach whatever
     the link carries, None where nothing but the link bounds them. `beside_copies` and `beside_reads`: how many times as
-    long computing takes beside a copy to the device, and beside a read from disk. `link_times`: how many times longer
-    than its bandwidth says the device's link takes.
+    long computing takes beside a copy to the device, and beside a read from disk; `copies_beside`: how many times as
+    long a copy takes beside computing. `link_times`: how many times longer than its bandwidth says the device's link
+    takes.
     """
 
     origin: str
@@ -47,6 +48,7 @@ class Rates:
     asynchronous: bool = False
     copy_bytes_s: float | None = None
     beside_copies: float = 1.0
+    copies_beside: float = 1.0
     beside_reads: float = 1.0
     link_times: float = 1.0
 

@@ -196,8 +196,10 @@ def _copy(layer: RingLayer, rates: Rates, link: Link | None) -> Copy:
             return Copy(LINK, crossing_s, crossing_s, rates.beside_copies)
         return Copy(DISK, seconds, seconds, rates.beside_reads)
     seconds = _over(link, layer.nbytes, 1)
-    copying_s = seconds if rates.copy_bytes_s is None else layer.nbytes / rates.copy_bytes_s
-    return Copy(LINK, seconds, copying_s, rates.beside_copies)
+    if rates.copy_bytes_s is None:
+        return Copy(LINK, seconds, seconds, rates.beside_copies)
+    copying_s = rates.copies_beside * layer.nbytes / rates.copy_bytes_s
+    return Copy(LINK, max(seconds, copying_s), copying_s, rates.beside_copies)
 
 
 def _link(plan: Plan, rates: Rates) -> Link | None:
