@@ -14,10 +14,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 import torch
 from examples.demo_model import demo_model_path
 
-from benchmarks import crowd, cuda, disk, experts, forecast, kernels, load, serve, step
+from benchmarks import crowd, cuda, disk, experts, forecast, kernels, load, scale, serve, step
 from benchmarks.report import Report, console
 
-NAMES = ("load", "step", "kernels", "experts", "disk", "serve", "crowd", "forecast", "cuda")
+NAMES = ("load", "step", "kernels", "experts", "disk", "serve", "crowd", "forecast", "scale", "cuda")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,6 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
             show(disk.measure(disk.SCALES[size], given.cache.expanduser() / "benchmarks", tell), given)
         elif name == "forecast":
             show(forecast.measure(forecast.SCALES[size], given.cache.expanduser() / "benchmarks", tell), given)
+        elif name == "scale":
+            show(scale.measure(scale.SCALES[size], given.cache.expanduser() / "benchmarks", tell), given)
         elif name == "serve":
             model = given.gguf or demo_model_path(given.cache)
             show(serve.measure(model, serve.SCALES[size], tell), given)

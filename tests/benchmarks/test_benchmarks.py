@@ -20,7 +20,7 @@ from benchmarks.limits import cached_share, evict, memmove_gbps  # noqa: E402
 from benchmarks.report import Bar, Report, console  # noqa: E402
 from benchmarks.ring_floor import ring_seconds  # noqa: E402
 
-from benchmarks import cuda, experts, forecast, kernels, load, step  # noqa: E402
+from benchmarks import cuda, experts, forecast, kernels, load, scale, step  # noqa: E402
 from overspill.machine import measure  # noqa: E402
 
 
@@ -181,6 +181,18 @@ def test_kernels_are_held_against_memory_and_torch(tmp_path: Path) -> None:
     wanted = {(weights, tokens) for weights in ("bfloat16", "float32") for tokens in (1, 8)}
     assert {(row["weights"], row["tokens"]) for row in rows} == wanted
     assert all(row["of_read_ratio"] > 0 and row["over_torch_ratio"] > 0 for row in rows)
+
+
+def test_a_checkpoint_of_headers_alone_is_planned_in_a_process_of_its_own(tmp_path: Path) -> None:
+    report = scale.measure(scale.SCALES["toy"], tmp_path, lambda _: None)
+    for row in report.rows:
+        assert row["imported_bytes"] <= row["peak_bytes"] < 500e6
+        (run,) = row["samples"]["runs"]
+        assert run["model_bytes"] == pytest.approx(2e9 * row["parameters_b"], rel=1e-4)  # and buffers
+        assert row["tensors"] > 3 * 32 * 2  # experts one by one, in the two layers that have some
+    files = sorted(tmp_path.rglob("*.safetensors"))
+    assert len(files) == 3
+    assert sum(file.stat().st_size for file in files) > 100 * sum(512 * file.stat().st_blocks for file in files)
 
 
 def test_forecasts_are_held_against_what_happened_on_each_device(
