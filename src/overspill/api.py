@@ -20,7 +20,7 @@ from overspill.config import OffloadConfig, Settings, resolve
 from overspill.config.settings import FLAGS
 from overspill.engine import Engine
 from overspill.engine.tokens import tokenizer_of
-from overspill.errors import ConfigError, OverspillWarning
+from overspill.errors import CheckpointError, ConfigError, OverspillWarning
 from overspill.machine.device import Device
 from overspill.machine.memory import host_available_bytes
 from overspill.machine.named import NamedDevice
@@ -30,6 +30,7 @@ from overspill.machine.specs import gpu_of_device, named_rates
 from overspill.model.gguf import generation_config_from_gguf
 from overspill.model.hf import load_generation_config
 from overspill.model.map import context_tokens, map_live, map_model, read_config, resolve_dtype
+from overspill.model.weights import ModelMap
 from overspill.offload.placed import PlacedModel, place
 from overspill.plan import Plan, make_plan, refuse_device
 
@@ -77,8 +78,11 @@ def _collector_paused() -> Iterator[None]:
 
 
 @_collector_paused()
-def prepare(model: str | Path, settings: Settings, device: Device | None = None) -> Prepared:
-    """Plan `model` from its headers: settings are judged first, then the device, then the files."""
+def prepare(model: str | Path, settings: Settings, device: Device | None = None, *, judged: bool = True) -> Prepared:
+    """Plan `model` from its headers: settings are judged first, then the device, then the files.
+
+    Without `judged` the plan may be one that memory does not hold.
+    """
     device = device or select_device(settings.engine)
     refuse_device(settings, device)
     engine = settings.engine
@@ -95,15 +99,29 @@ def prepare(model: str | Path, settings: Settings, device: Device | None = None)
         sequences=1 if engine.max_num_batched_tokens is not None else engine.max_num_seqs,
         trust_remote_code=engine.trust_remote_code,
     )
-    made = make_plan(mapped, settings, device, context_tokens=tokens, rates=rates_of(device))
+    made = _planned(mapped, settings, device, tokens, judged=judged)
     prepared = Prepared(made, device, checkpoint, settings)
     if tight:
         vars(prepared)["tokenizer"] = tokenizer
     return prepared
 
 
+def _planned(mapped: ModelMap, settings: Settings, device: Device, tokens: int, *, judged: bool = True) -> Plan:
+    """The plan; a damaged measurement of this machine costs it the forecast of time, and it says so."""
+    told: tuple[str, ...] = ()
+    try:
+        rates = rates_of(device)
+    except CheckpointError as error:
+        rates, told = None, (f"time is not forecast: {error.message}; {error.hint}",)
+    made = make_plan(mapped, settings, device, context_tokens=tokens, rates=rates, judged=judged)
+    return replace(made, warnings=(*made.warnings, *told)) if told else made
+
+
 def rates_of(device: Device) -> Rates | None:
-    """How fast `device` is: as measured on this machine, else by the data sheet of a GPU that has one here, or None."""
+    """How fast `device` is: as measured on this machine, else by the data sheet of a GPU that has one here, or None.
+
+    Raises CheckpointError where what was measured cannot be read.
+    """
     if isinstance(device, NamedDevice):
         return named_rates(device.gpu)
     if (report := load_report(device)) is not None:
@@ -201,7 +219,7 @@ def offload(model: nn.Module, offload_config: OffloadDocument, *, tokens: int = 
     device = select_device(settings.engine)
     refuse_device(settings, device)
     mapped = map_live(model, tokens=tokens, sequences=settings.engine.max_num_seqs)
-    made = make_plan(mapped, settings, device, context_tokens=tokens, rates=rates_of(device))
+    made = _planned(mapped, settings, device, tokens)
     _warn(made)
     model.eval().requires_grad_(False)  # from here on the model is changed
     setattr(model, _PLACED, True)

@@ -28,6 +28,7 @@ def test_json_is_the_plan_and_nothing_else(cli: Cli, talking: Path) -> None:
         "saved_bytes",
         "memory",
         "step",
+        "fit",
         "forecast",
         "ring",
         "placed",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Gemma3TextConfig, LlamaConfig, Qwen3MoeConfig
 
 from emulated_runs import PROMPT, emulated, forward, mapped, placed, settings_for
-from overspill.config import resolve
-from overspill.errors import CapacityError, ConfigError
+from overspill.config import parse_bytes, resolve
+from overspill.errors import CapacityError, ConfigError, UnsupportedModelError
 from overspill.machine.cpu import CpuDevice
 from overspill.machine.device import Link
 from overspill.machine.emulated import EmulatedDevice
@@ -20,10 +21,12 @@ from overspill.model.weights import ModelMap
 from overspill.offload.placed import place
 from overspill.plan import Plan, make_plan
 from overspill.plan.fit import excess_bytes, fits
-from overspill.plan.forecast import pass_forecast
+from overspill.plan.forecast import decode_forecast, pass_forecast
 from tiny_models import TINY, MakeTiny, save_headers
 
 MIB = 1 << 20
+NO_FIT = {"overspill": {"placement": {"fit": False}}}
+UVA_HALF = {"uva": {"cpu_offload_gb": 0.95}}
 
 
 def rates(**changes: Any) -> Rates:
@@ -129,6 +132,72 @@ def test_what_was_stated_stands_and_is_refused_where_it_does_not_do(dense: Model
         plan_of(dense, 800 * MIB, document)
 
 
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> ModelMap:
+    """1.5 GiB, most of it experts of twelve layers, an embedding of 64 MiB; headers alone."""
+    folder = tmp_path_factory.mktemp("sparse") / "model"
+    config = Qwen3MoeConfig(
+        vocab_size=32000, hidden_size=1024, moe_intermediate_size=512, num_hidden_layers=12, num_attention_heads=8,
+        num_key_value_heads=4, num_experts=32, num_experts_per_tok=4, tie_word_embeddings=False,
+    )  # fmt: skip
+    save_headers(folder, config)
+    return mapped(folder, tokens=1024)
+
+
+def _every(model: ModelMap) -> list[dict[str, Any]]:
+    """Settings of every family, one by one."""
+    layers = model.decoder.layers
+    found: list[dict[str, Any]] = [{"uva": {"cpu_offload_gb": hundredths / 100}} for hundredths in range(5, 160, 5)]
+    for size in range(1, layers + 1):
+        for number in range(1, size + 1):
+            group = {"offload_group_size": size, "offload_num_in_group": number}
+            found += [{"prefetch": {**group, "offload_prefetch_step": step}} for step in (1, 2)]
+    for count in range(1, layers + 1):
+        placed: dict[str, Any] = {"overspill": {"placement": {"n_cpu_moe": count, "fit": False}}}
+        found += [placed, placed | {"uva": {"cpu_offload_gb": 0.07}}]  # and the embedding
+    return found
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5])
+@pytest.mark.parametrize("name", ["dense", "sparse"])
+@pytest.mark.parametrize("host_share", [0.15, 0.55, 2.0])
+def test_little_is_better_of_everything_that_could_be_asked(
+    name: str, share: float, host_share: float, request: pytest.FixtureRequest
+) -> None:
+    """With little host memory more of a family is what does not fit."""
+    model: ModelMap = request.getfixturevalue(name)
+    memory_bytes = int(plan_of(model, 8 << 30).memory.device_bytes * share)
+    host_bytes = int(model.nbytes * host_share)
+    known = rates(expert_bytes_s=60e9)
+    try:
+        taken = plan_of(model, memory_bytes, known=known, memory_limit_bytes=host_bytes)
+    except CapacityError:
+        taken = None
+    best = float("inf")
+    for document in _every(model):
+        try:
+            other = plan_of(model, memory_bytes, document, known=known, memory_limit_bytes=host_bytes)
+        except (CapacityError, ConfigError, UnsupportedModelError):
+            continue
+        if fits(other):
+            best = min(best, decode_forecast(other, known).seconds)
+    if taken is None:
+        assert best == float("inf"), "refused, and there is a way"
+    else:
+        assert decode_forecast(taken, known).seconds <= 1.1 * best
+        assert taken.fitted[0][1] == min(seconds for _, seconds in taken.fitted)
+
+
+@pytest.mark.parametrize("stated", [{"n_cpu_moe": 0}, {"cpu_moe": False}])
+def test_that_no_experts_are_to_be_placed_stands_too(stated: Any, sparse: ModelMap) -> None:
+    memory_bytes = int(plan_of(sparse, 8 << 30).memory.device_bytes * 0.8)
+    assert plan_of(sparse, memory_bytes, known=rates(expert_bytes_s=1e12)).placed
+    plan = plan_of(sparse, memory_bytes, {"overspill": {"placement": stated}}, known=rates(expert_bytes_s=1e12))
+    assert not plan.placed
+    assert plan.slots is None
+    assert plan.offloads
+
+
 def test_beside_experts_that_were_placed_the_rest_is_fitted(tiny: MakeTiny) -> None:
     model = mapped(tiny("qwen3_moe"), tokens=4)
     stated = {"overspill": {"placement": {"n_cpu_moe": 2}}}
@@ -146,6 +215,16 @@ def test_a_budget_for_weights_is_what_is_fitted_into(dense: ModelMap) -> None:
     assert not plan_of(dense, 1 << 20, {"overspill": {"device_fit": {"weight_budget_bytes": 0}}}).offloads
 
 
+@pytest.mark.parametrize("memory_mib", [700, 1200])
+def test_a_budget_for_weights_is_no_memory_that_the_device_has_not(dense: ModelMap, memory_mib: int) -> None:
+    document = {"overspill": {"device_fit": {"weight_budget_bytes": 1000 * MIB}}}
+    plan = plan_of(dense, memory_mib * MIB, document)
+    assert plan.memory.device_bytes <= memory_mib * MIB
+    assert plan.memory.lasting_bytes <= 1000 * MIB
+    with pytest.raises(CapacityError, match=r"KV cache need .* the limit is 700.00 MiB"):
+        plan_of(dense, 700 * MIB, {"overspill": {**document["overspill"], "placement": {"fit": False}}} | UVA_HALF)
+
+
 def test_host_memory_is_a_limit_too(dense: ModelMap) -> None:
     """What the host does not hold either comes from disk, or is refused with what would."""
     plan = plan_of(dense, 700 * MIB, memory_limit_bytes=500 * MIB)
@@ -153,6 +232,47 @@ def test_host_memory_is_a_limit_too(dense: ModelMap) -> None:
     with pytest.raises(CapacityError) as refused:
         plan_of(dense, 20 * MIB)
     assert refused.value.hint
+
+
+def _figures(hint: str, flag: str) -> list[str]:
+    return re.findall(rf"{flag} (\S+?)(?:,|$| )", hint)
+
+
+@pytest.mark.parametrize("config", [LlamaConfig, Gemma3TextConfig], ids=["whole", "windows"])
+def test_the_smaller_context_or_fewer_sequences_of_a_refusal_do(config: Any, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 12}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 2048}
+    windows = {"sliding_window": 128} if config is Gemma3TextConfig else {}
+    save_headers(tmp_path / "model", config(**sizes, **heads, **windows))
+
+    def planned(tokens: int, sequences: int, memory_bytes: int) -> Plan:
+        model = mapped(tmp_path / "model", tokens=tokens, sequences=sequences)
+        return plan_of(model, memory_bytes, NO_FIT, max_num_seqs=sequences)
+
+    memory = planned(1024, 4, 8 << 30).memory
+    memory_bytes = memory.lasting_bytes + 2 * (memory.kv_cache_bytes or 0) // 3
+    with pytest.raises(CapacityError) as refused:
+        planned(1024, 4, memory_bytes)
+    hint = refused.value.hint or ""
+    (tokens,), (sequences,) = _figures(hint, "--max-model-len"), _figures(hint, "--max-num-seqs")
+    assert 256 < int(tokens) < 1024
+    assert 1 <= int(sequences) < 4
+    for fewer in (planned(int(tokens), 4, memory_bytes), planned(1024, int(sequences), memory_bytes)):
+        assert fewer.memory.device_bytes <= memory_bytes, "working memory included"
+
+
+def test_the_host_memory_that_would_do_is_named_and_does(dense: ModelMap) -> None:
+    with pytest.raises(CapacityError) as refused:
+        plan_of(dense, 700 * MIB, memory_limit_bytes=1 * MIB)
+    (limit,) = _figures(refused.value.hint or "", "--memory-limit")
+    needed = parse_bytes(limit, field="memory_limit")
+    assert fits(plan_of(dense, 700 * MIB, memory_limit_bytes=needed))
+
+
+def test_ways_out_are_none_that_the_host_has_no_room_for(dense: ModelMap) -> None:
+    with pytest.raises(CapacityError) as refused:
+        plan_of(dense, 700 * MIB, NO_FIT, memory_limit_bytes=10 * MIB)
+    assert "--cpu-offload-gb" not in (refused.value.hint or "")
 
 
 @pytest.mark.parametrize("asked", [True, False])

@@ -42,7 +42,8 @@ class Trace:
     """What a prompt pass over `tokens` tokens of each of `sequences` sequences does, and a decode step after it.
 
     `kv_cache_bytes` is the cache after the prompt, `kv_token_bytes` what one token takes in all its layers (also in
-    those that keep only a window), `working_bytes` the most that was held beside it and the weights.
+    those that keep only a window), `kv_windows` for each number of tokens that layers keep what one token takes in
+    these, `working_bytes` the most that was held beside it and the weights.
     `outside_reads` are weights of a layer that were read while another module ran, or that runs within another;
     `written` those that the architecture changes while it runs. `reads` is what a decode step reads of each parameter
     but routed experts; where none could be traced, what the prompt pass does. `layer_order` are the layers as they ran
@@ -56,6 +57,7 @@ class Trace:
     sequences: int
     kv_cache_bytes: int = 0
     kv_token_bytes: int = 0
+    kv_windows: Mapping[int, int] = field(default_factory=dict)
     working_bytes: int = 0
     outside_reads: frozenset[str] = frozenset()
     written: frozenset[str] = frozenset()
@@ -65,6 +67,12 @@ class Trace:
     guesses: int = 0
     failure: str | None = None
     decode_failure: str | None = None
+
+    def kept_bytes(self, tokens: int) -> int:
+        """What the cache of one sequence holds after so many tokens; layers with a window hold no more than that."""
+        return sum(
+            nbytes * (tokens if kept == self.tokens else min(tokens, kept)) for kept, nbytes in self.kv_windows.items()
+        )
 
 
 def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences: int = 1) -> Trace:
@@ -120,7 +128,10 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
             output = model(**given, use_cache=True)
             kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(cache_of(output))}
             kv_cache_bytes = sum(kept.values())
-            kv_token_bytes = sum(map(_token_bytes, tensors_in(cache_of(output))))
+            kv_windows: Counter[int] = Counter()
+            for tensor in tensors_in(cache_of(output)):
+                if (nbytes := _token_bytes(tensor)) > 0:
+                    kv_windows[tensor.shape[2]] += nbytes
             prompt_order = tuple(order)
         except Exception as error:  # an architecture's own code may do anything on meta; the reason is kept and shown
             return Trace(tokens, sequences, failure=_first_line(error))
@@ -146,7 +157,8 @@ def trace(model: nn.Module, stacks: tuple[Stack, ...], *, tokens: int, sequences
         tokens,
         sequences,
         kv_cache_bytes,
-        kv_token_bytes,
+        kv_windows.total(),
+        dict(kv_windows),
         max(0, observer.peak_bytes - kv_cache_bytes),
         frozenset(outside),
         frozenset(observer.written),

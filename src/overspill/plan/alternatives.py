@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 from rich.table import Table
 
 from overspill.config import GIB, OffloadConfig, Settings, format_bytes, parse_offload_config
+from overspill.config.experts import PlacementConfig
 from overspill.errors import ConfigError, UnsupportedModelError
 from overspill.machine.device import Device
 from overspill.model.experts import expert_blocks
-from overspill.plan.fit import ASSUMED, excess_bytes, fits
-from overspill.plan.forecast import PROMPT_TOKENS, PassForecast, pass_forecast
+from overspill.plan.fit import ASSUMED, excess_bytes, fit, fits
+from overspill.plan.forecast import PassForecast, decode_forecast, prompt_forecast
 from overspill.plan.placement import Plan
 from overspill.plan.planner import planner_of
 from overspill.plan.tiers import Tier
@@ -39,50 +41,52 @@ class Alternatives:
     rows: tuple[Alternative, ...]
     pick: Alternative | None
     origin: str
+    emulated: bool
 
 
 def alternatives(plan: Plan, settings: Settings, device: Device) -> Alternatives:
-    """What was planned, and the usual ways beside it, on the same device and for the same context."""
+    """What was planned, and the usual ways beside it, on the same device, for the same context and weight budget."""
     rates = plan.rates or ASSUMED
     planner = planner_of(plan, settings, device)
-    rows = [_row("as planned", "", plan, rates)]
-    for what, written, offload in _ways(plan, device):
+    device_fit = plan.offload.extension.device_fit
+    nothing = _beside(OffloadConfig(), device_fit=device_fit, placement=PlacementConfig(fit=False))
+    whole = planner.plan(nothing)
+    rows = [_row("as planned", "", plan, rates), _row("nothing offloaded", "--no-fit", whole, rates)]
+    known = [plan.offload, nothing]
+    if excess_bytes(whole) > 0 and not device.unified:
+        for way in fit(plan.model, _beside(OffloadConfig(), device_fit=device_fit), planner.plan, rates):
+            if way.plan.offload not in known:
+                known.append(way.plan.offload)
+                rows.append(_row("as fit would", way.settings, way.plan, rates))
+    for what, written, document in _ways(plan, whole, device):
         try:
-            rows.append(_row(what, written, planner.plan(offload), rates))
+            offload = _beside(parse_offload_config(document), device_fit=device_fit)
+            rows.append(_row(what, written or _config(document), planner.plan(offload), rates))
         except (ConfigError, UnsupportedModelError) as refused:
             rows.append(Alternative(what, written, None, False, None, None, refused.message.splitlines()[0]))
     able = [row for row in rows if row.fits and row.decode is not None]
     pick = min(able, key=lambda row: row.decode.seconds if row.decode is not None else 0.0, default=None)
-    return Alternatives(tuple(rows), pick, rates.origin)
+    return Alternatives(tuple(rows), pick, rates.origin, plan.device_kind == "emulated")
 
 
 def _row(what: str, written: str, plan: Plan, rates: Any) -> Alternative:
-    kept = plan.context_tokens // 2
-    decode = pass_forecast(plan, rates, plan.sequences, kept_tokens=kept)
-    prompt = pass_forecast(plan, rates, min(PROMPT_TOKENS, plan.context_tokens), kept_tokens=0)
-    return Alternative(what, written, plan, fits(plan), decode, prompt)
+    return Alternative(what, written, plan, fits(plan), decode_forecast(plan, rates), prompt_forecast(plan, rates))
 
 
-def _ways(plan: Plan, device: Device) -> Iterator[tuple[str, str, OffloadConfig]]:
-    nothing = parse_offload_config({"overspill": {"placement": {"fit": False}}})
-    yield "nothing offloaded", "--no-fit", nothing
+def _ways(plan: Plan, whole: Plan, device: Device) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """What each is, how the command line writes it where a document is not needed, and the document."""
+    blocks = expert_blocks(plan.model)
+    from_disk = _extension(expert_stream={"enabled": True, "tier": "disk"})
     if device.unified:
-        if expert_blocks(plan.model):
-            yield "experts from disk", "", _extension(expert_stream={"enabled": True, "tier": "disk"})
+        if blocks:
+            yield "experts from disk", "", from_disk
         yield "mapped files", "", _extension(mmap={"enabled": True})
         return
-    missing = max(excess_bytes(plan), plan.offloaded_bytes, 1)
-    budget = -(-missing * 100 // GIB) / 100
-    yield (
-        "least traffic first",
-        f"--cpu-offload-gb {budget:.2f}",
-        parse_offload_config({"uva": {"cpu_offload_gb": budget}}),
-    )
-    yield (
-        "declaration order, as vLLM",
-        f"--cpu-offload-gb {budget:.2f}, order declaration",
-        parse_offload_config({"uva": {"cpu_offload_gb": budget}, "overspill": {"order": "declaration"}}),
-    )
+    missing = excess_bytes(whole)
+    budget = -(-(missing if missing > 0 else max(1, plan.offloaded_bytes)) * 100 // GIB) / 100
+    in_place: dict[str, Any] = {"uva": {"cpu_offload_gb": budget}}
+    yield "least traffic first", f"--cpu-offload-gb {budget:.2f}", in_place
+    yield "declaration order, as vLLM", "", in_place | _extension(order="declaration")
     layers = plan.model.decoder.layers
     for share, size in (("a quarter", 4), ("half", 2), ("all", 1)):
         if layers >= 2 * size:
@@ -90,16 +94,15 @@ def _ways(plan: Plan, device: Device) -> Iterator[tuple[str, str, OffloadConfig]
             yield (
                 f"{share} of the layers copied ahead",
                 f"--offload-group-size {size} --offload-prefetch-step {step}",
-                parse_offload_config({"prefetch": {"offload_group_size": size, "offload_prefetch_step": step}}),
+                {"prefetch": {"offload_group_size": size, "offload_prefetch_step": step}},
             )
-    blocks = expert_blocks(plan.model)
     if not blocks:
         return
-    experts = sum(block.nbytes for block in blocks) / GIB
+    experts = -(-sum(block.nbytes for block in blocks) * 100 // GIB) / 100
     yield (
         "experts only, in place across the link",
         f"--cpu-offload-gb {experts:.2f} --cpu-offload-params experts",
-        parse_offload_config({"uva": {"cpu_offload_gb": experts, "cpu_offload_params": ["experts"]}}),
+        {"uva": {"cpu_offload_gb": experts, "cpu_offload_params": ["experts"]}},
     )
     for count in sorted({max(1, len(blocks) // 2), len(blocks)}):
         last = blocks[count - 1].layer + 1
@@ -108,16 +111,21 @@ def _ways(plan: Plan, device: Device) -> Iterator[tuple[str, str, OffloadConfig]
         yield f"experts of {count} layers on the CPU", written, _extension(placement=fields)
     for share, part in (("a quarter", 4), ("half", 2)):
         slots = sum(block.experts for block in blocks) // part
-        yield (
-            f"{share} of the experts in slots",
-            f"expert_stream slots {slots}",
-            _extension(expert_stream={"slots": slots}),
-        )
-    yield "experts from disk", "expert_stream tier disk", _extension(expert_stream={"enabled": True, "tier": "disk"})
+        yield f"{share} of the experts in slots", "", _extension(expert_stream={"slots": slots})
+    yield "experts from disk", "", from_disk
 
 
-def _extension(**fields: object) -> OffloadConfig:
-    return parse_offload_config({"overspill": fields})
+def _extension(**fields: object) -> dict[str, Any]:
+    return {"overspill": fields}
+
+
+def _config(document: dict[str, Any]) -> str:
+    return f"--offload-config '{json.dumps(document)}'"
+
+
+def _beside(offload: OffloadConfig, **fields: object) -> OffloadConfig:
+    """`offload` with fields of the extension that hold for every way."""
+    return offload.model_copy(update={"overspill": offload.extension.model_copy(update=fields)})
 
 
 def alternatives_as_json(found: Alternatives) -> dict[str, Any]:
@@ -144,7 +152,8 @@ def alternatives_as_json(found: Alternatives) -> dict[str, Any]:
 
 def render_alternatives(found: Alternatives) -> Table:
     """A row each; the pick is marked."""
-    table = Table(title=f"Ways, by {found.origin}", title_justify="left")
+    emulated = ", emulated: no GPU time" if found.emulated else ""
+    table = Table(title=f"Ways, by {found.origin}{emulated}", title_justify="left")
     table.add_column("")
     table.add_column("way", overflow="fold")
     table.add_column("settings", overflow="fold")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 
@@ -19,6 +19,10 @@ from overspill.plan.tiers import Access, Tier
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _SHORTER = "fewer or shorter sequences (--max-num-seqs, --max-model-len)"
 
+_TOKENS = 16
+"""A context is advised in multiples of so many."""
+
+_LEAST = "which is the least that would do"
 _BOUNDLESS = 1 << 60
 
 DRIFT_BYTES = 4 << 20
@@ -38,12 +42,22 @@ class Limit(Enum):
 Within = Callable[[Limit, int], MemoryForecast]
 
 
-def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: Forecast, within: Within) -> None:
+def refuse_capacity(
+    plan: Plan,
+    settings: Settings,
+    *,
+    unified: bool,
+    forecast: Forecast,
+    within: Within,
+    with_more_host: Callable[[], int | None],
+    named_host: bool = False,
+) -> None:
     """CapacityError where the host or the device has less than the plan needs.
 
     `forecast` plans the memory of the same model under other offload settings (ConfigError where those are refused);
     the hint names settings only if they fit. `within` plans the same under another limit; the hint names the least that
-    would do. `unified`: nothing can be offloaded, and what loading takes counts.
+    would do. `with_more_host`: with how many bytes of host memory fit would do. `named_host`: the host is one that was
+    named, and not this one. `unified`: nothing can be offloaded, and what loading takes counts.
     """
     memory = plan.memory
     host_bytes = memory.host_bytes + memory.staging_bytes
@@ -51,22 +65,38 @@ def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: 
         raise CapacityError(
             f"host memory: the plan places {format_bytes(host_bytes)} there, "
             f"{format_bytes(memory.available_host_bytes)} are available (the control group's limit included)",
-            hint=f"offload less, or allow {_least_host(memory, settings, within)}",
+            hint=f"offload less, or allow {_least_host(memory, settings, within, named_host)}",
         )
     stated = settings.offload.extension.device_fit.weight_budget_bytes
     if stated == 0:  # vllm.cpp's meaning: no verdict before loading
         return
-    limit = memory.available_device_bytes if stated is None else stated
-    with_cache = stated is None
-    needed = _needed(memory, with_cache)
-    if needed <= limit:
-        if unified and with_cache and process_bytes(memory) > memory.available_process_bytes:
-            raise CapacityError(
-                f"memory: loading and running take {format_bytes(process_bytes(memory))}, "
-                f"{format_bytes(memory.available_process_bytes)} are available (the control group's limit included)",
-                hint=f"allow {_SHORTER}, or {_least_of_all(memory, settings, within)}",
-            )
-        return
+    for limit, with_cache in ((stated, False), (memory.available_device_bytes, True)):
+        if limit is None or _needed(memory, with_cache) <= limit:
+            continue
+        relief = [_smaller(plan, limit) if with_cache else 'a larger "overspill.device_fit.weight_budget_bytes"']
+        ways_out = [] if unified else list(_ways_out_of(plan, settings.offload, limit, with_cache, forecast))
+        if unified and with_cache:
+            relief.append(_least_of_all(memory, settings, within))
+        elif not ways_out and (host_bytes := with_more_host() or 0) > memory.available_host_bytes:
+            relief.append(_host_memory(host_bytes, memory, settings, named_host, "with which fit finds a way"))
+        allow = f"allow {', or '.join(relief)}"
+        raise CapacityError(
+            _too_little(plan, limit, with_cache),
+            hint=", or ".join([*ways_out, allow])
+            if ways_out
+            else f"moving weights alone is not enough here: {allow}{'' if unified else ', or more device memory'}",
+        )
+    if unified and process_bytes(memory) > memory.available_process_bytes:
+        raise CapacityError(
+            f"memory: loading and running take {format_bytes(process_bytes(memory))}, "
+            f"{format_bytes(memory.available_process_bytes)} are available (the control group's limit included)",
+            hint=f"allow {_SHORTER}, or {_least_of_all(memory, settings, within)}",
+        )
+
+
+def _too_little(plan: Plan, limit: int, with_cache: bool) -> str:
+    """What the device is to hold, part by part, beside the limit."""
+    memory = plan.memory
     pools = {"buffer pool": memory.buffer_pool_bytes}
     if memory.expert_slots_bytes:
         pools["expert slots"] = memory.expert_slots_bytes
@@ -77,25 +107,42 @@ def refuse_capacity(plan: Plan, settings: Settings, *, unified: bool, forecast: 
     told = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in pools.items())
     largest = max((p.weight for p in plan.on(Tier.DEVICE)), key=lambda w: w.nbytes, default=None)
     named = f"; the largest weight is {largest.full}, {format_bytes(largest.nbytes)}" if largest is not None else ""
-    relief = _SHORTER if with_cache else 'a larger "overspill.device_fit.weight_budget_bytes"'
-    working_bytes = memory.working_bytes or 0 if with_cache else 0  # what is advised leaves room for it
-    missing = needed + working_bytes - limit
-
-    def fits(offload: OffloadConfig) -> bool:
-        return _fits(forecast, offload, with_cache, limit - working_bytes)
-
-    if unified and with_cache:
-        relief = f"{_SHORTER}, or {_least_of_all(memory, settings, within)}"
-    ways_out = [] if unified else list(_ways_out(plan, settings.offload, missing, fits))
-    raise CapacityError(
-        f"{plan.device_name}: {what} need {format_bytes(needed)} of device memory "
+    return (
+        f"{plan.device_name}: {what} need {format_bytes(_needed(memory, with_cache))} of device memory "
         f"(weights {format_bytes(memory.weights_bytes)}, {told}, "
         f"KV cache {format_bytes(memory.kv_cache_bytes or 0)} for {plan.kv_cache_for}"
-        f"{named}), the limit is {format_bytes(limit)}",
-        hint=", or ".join([*ways_out, f"allow {relief}"])
-        if ways_out
-        else f"moving weights alone is not enough here: allow {relief}{'' if unified else ', or more device memory'}",
+        f"{named}), the limit is {format_bytes(limit)}"
     )
+
+
+def _smaller(plan: Plan, limit: int) -> str:
+    """The context, or the sequences, that would do; in words where no such number would."""
+    memory, traced = plan.memory, plan.model.trace
+    sequences = 1 if plan.kv_cache_tokens is not None else plan.sequences
+    room_bytes = limit - memory.lasting_bytes
+    cache_bytes, token_bytes = memory.kv_cache_bytes or 0, sequences * traced.kv_token_bytes
+    state_bytes = max(0, cache_bytes - token_bytes * plan.context_tokens)
+
+    def taken_bytes(tokens: int) -> int:
+        working_bytes = -(-(memory.working_bytes or 0) * tokens // plan.context_tokens)
+        return min(cache_bytes, state_bytes + token_bytes * tokens) + working_bytes
+
+    contexts = range(_TOKENS, plan.context_tokens, _TOKENS)
+    shorter = bisect_right(contexts, room_bytes, key=taken_bytes)
+    several = sequences * room_bytes // max(1, (memory.kv_cache_bytes or 0) + (memory.working_bytes or 0))
+    ways = [f"--max-model-len {contexts[shorter - 1]}"] if shorter else []
+    ways += [f"--max-num-seqs {several}"] * (1 <= several < sequences)
+    return " or ".join(ways) or _SHORTER
+
+
+def _ways_out_of(plan: Plan, offload: OffloadConfig, limit: int, with_cache: bool, forecast: Forecast) -> Iterator[str]:
+    working_bytes = plan.memory.working_bytes or 0 if with_cache else 0  # what is advised leaves room for it
+    missing = _needed(plan.memory, with_cache) + working_bytes - limit
+
+    def fits(settings: OffloadConfig) -> bool:
+        return _fits(forecast, settings, with_cache, limit - working_bytes)
+
+    return _ways_out(plan, offload, missing, fits)
 
 
 def capacity_warnings(memory: MemoryForecast) -> tuple[str, ...]:
@@ -116,7 +163,9 @@ def _needed(memory: MemoryForecast, with_cache: bool) -> int:
 
 def _fits(forecast: Forecast, offload: OffloadConfig, with_cache: bool, limit: int) -> bool:
     try:
-        return _needed(forecast(offload), with_cache) <= limit
+        found = forecast(offload)
+        on_host = found.host_bytes + found.staging_bytes <= found.available_host_bytes
+        return on_host and _needed(found, with_cache) <= limit
     except (ConfigError, UnsupportedModelError):
         return False
 
@@ -124,7 +173,7 @@ def _fits(forecast: Forecast, offload: OffloadConfig, with_cache: bool, limit: i
 # -- the least that would do -------------------------------------------------------------------------------------------
 
 
-def _least_host(memory: MemoryForecast, settings: Settings, within: Within) -> str:
+def _least_host(memory: MemoryForecast, settings: Settings, within: Within, named: bool) -> str:
     def fits(nbytes: int) -> bool:
         found = within(Limit.HOST, nbytes)
         return found.host_bytes + found.staging_bytes <= nbytes
@@ -132,9 +181,16 @@ def _least_host(memory: MemoryForecast, settings: Settings, within: Within) -> s
     whole = within(Limit.HOST, _BOUNDLESS)
     least = least_bytes(fits, 0, whole.host_bytes + whole.staging_bytes)
     assert least is not None, "host memory that holds all of it does"
+    return _host_memory(least, memory, settings, named)
+
+
+def _host_memory(nbytes: int, memory: MemoryForecast, settings: Settings, named: bool, why: str = _LEAST) -> str:
+    """So much host memory, in the words of what limits it."""
     if settings.engine.memory_limit_bytes == memory.available_host_bytes:
-        return f"--memory-limit {written(least)}, which is the least that would do"
-    return _more_memory(least - memory.available_host_bytes)
+        return f"--memory-limit {written(nbytes)}, {why}"
+    if named:
+        return f"--host-memory {written(nbytes)}, {why}"
+    return _more_memory(nbytes - memory.available_host_bytes, why)
 
 
 def _least_of_all(memory: MemoryForecast, settings: Settings, within: Within) -> str:
@@ -155,7 +211,7 @@ def _least_of_all(memory: MemoryForecast, settings: Settings, within: Within) ->
         if not fits(stated):
             least = least_bytes(fits, 0, enough)
             assert least is not None, "memory that holds all of it does"
-            ways.append(f"--memory-limit {written(least)}, which is the least that would do")
+            ways.append(f"--memory-limit {written(least)}, {_LEAST}")
     limit = Limit.PROCESS
     least = least_bytes(fits, 0, enough)
     if least is not None and least > memory.available_process_bytes:
@@ -163,12 +219,11 @@ def _least_of_all(memory: MemoryForecast, settings: Settings, within: Within) ->
     return ", and ".join(ways) or "a larger limit"
 
 
-def _more_memory(missing_bytes: int) -> str:
+def _more_memory(missing_bytes: int, why: str = _LEAST) -> str:
     group_bytes = host_limit_bytes()
     if group_bytes is None:
-        return f"{written(missing_bytes)} of memory more than the machine has left, the least that would do"
-    least = written(group_bytes + missing_bytes + DRIFT_BYTES)
-    return f"{least} as the control group's limit, which is the least that would do"
+        return f"{written(missing_bytes)} of memory more than the machine has left, {why}"
+    return f"{written(group_bytes + missing_bytes + DRIFT_BYTES)} as the control group's limit, {why}"
 
 
 # -- ways out ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ user placed, the rest. The ways are those that a user has too, so the plan can s
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from overspill.errors import ConfigError, UnsupportedModelError
 from overspill.machine.rates import Rates
 from overspill.model.experts import expert_blocks
 from overspill.model.weights import ModelMap
-from overspill.plan.forecast import pass_forecast
+from overspill.plan.forecast import decode_forecast
 from overspill.plan.placement import Plan
 
 Planned = Callable[[OffloadConfig], Plan]
@@ -54,132 +55,148 @@ def fits(plan: Plan) -> bool:
     memory = plan.memory
     if memory.host_bytes + memory.staging_bytes > memory.available_host_bytes:
         return False
-    budget = plan.weight_budget_bytes
-    if budget is not None:
-        return budget == 0 or memory.lasting_bytes <= budget
-    return memory.device_bytes <= memory.available_device_bytes
-
-
-def fit(model: ModelMap, offload: OffloadConfig, planned: Planned, rates: Rates | None) -> list[Way]:
-    """The ways that make it fit, the one that takes least per token first."""
-    found = []
-    for written, settings in _ways(model, offload, planned(offload), planned):
-        plan = planned(settings)
-        step = pass_forecast(plan, rates or ASSUMED, plan.sequences, kept_tokens=plan.context_tokens // 2)
-        found.append(Way(written, plan, step.seconds))
-    return sorted(found, key=lambda way: way.seconds)
+    return plan.weight_budget_bytes == 0 or excess_bytes(plan) <= 0
 
 
 def excess_bytes(plan: Plan) -> int:
-    """Device bytes that the plan takes beyond what there is."""
+    """Device bytes that the plan takes beyond what there is, or beyond what was stated for weights and pools."""
     memory, budget = plan.memory, plan.weight_budget_bytes
-    if budget is not None:
-        return memory.lasting_bytes - budget
-    return memory.device_bytes - memory.available_device_bytes
+    excess = memory.device_bytes - memory.available_device_bytes
+    return max(excess, memory.lasting_bytes - budget) if budget else excess
 
 
-def _ways(
-    model: ModelMap, offload: OffloadConfig, whole: Plan, planned: Planned
-) -> Iterator[tuple[str, OffloadConfig]]:
-    """Settings that make it fit, each with how the command line writes them."""
+def fit(model: ModelMap, offload: OffloadConfig, planned: Planned, rates: Rates | None) -> list[Way]:
+    """The ways that make it fit, the one that takes least per token first.
 
-    def works(settings: OffloadConfig) -> bool:
+    Each family of settings is searched for the least that the device holds, since what leaves it grows with them; then
+    the host is asked, which may hold a little and not more.
+    """
+    search = _Search(model, offload, planned)
+    found: dict[str, Way] = {}
+    for settings in search.settings():
+        written = _written(offload, settings)
+        if written in found or (plan := search.planned(settings)) is None or not fits(plan):
+            continue
+        step = decode_forecast(plan, rates or ASSUMED)
+        found[written] = Way(written, plan, step.seconds)
+    return sorted(found.values(), key=lambda way: way.seconds)
+
+
+class _Search:
+    """Settings that may make it fit."""
+
+    def __init__(self, model: ModelMap, offload: OffloadConfig, planned: Planned) -> None:
+        self._model, self._offload, self._planned = model, offload, planned
+        placement = offload.extension.placement
+        stated = (placement.cpu_moe, placement.n_cpu_moe, placement.overrides)  # none of them is a statement too
+        self._experts = expert_blocks(model) if stated == (None, None, None) else ()
+
+    def planned(self, settings: OffloadConfig) -> Plan | None:
+        """None where such settings are refused."""
         try:
-            return fits(planned(settings))
+            return self._planned(settings)
         except (ConfigError, UnsupportedModelError):
-            return False
+            return None
 
-    experts = expert_blocks(model) if not offload.extension.placement.on else ()
-    if experts:
-        yield from _with_experts(model, offload, works)
-    for found in (_budget(offload, excess_bytes(whole), works), _groups(model, offload, works)):
-        if found is not None:
-            yield found
-    if experts and not works(_placed(offload, cpu_moe=True)):
-        both = _placed(offload, cpu_moe=True)
-        try:
-            missing = excess_bytes(planned(both))
-        except (ConfigError, UnsupportedModelError):
+    def settings(self) -> Iterator[OffloadConfig]:
+        offload = self._offload
+        yield from self._with_rest(offload)
+        yield from self._groups()
+        if not self._experts:
             return
-        if (rest := _budget(both, missing, works)) is not None:
-            yield f"--cpu-moe {rest[0]}", rest[1]
+        for tier in ("host", "disk"):
+            stream = offload.extension.expert_stream.model_copy(update={"enabled": True, "tier": tier})
+            yield _extended(offload, expert_stream=stream)
+        everywhere = _placed(offload, cpu_moe=True)  # where the CPU reads faster than the device, more is less
+        yield everywhere
+        yield from self._with_rest(everywhere)
+        unread = sum(w.nbytes for w in self._model if w.routing is None and 2 * w.step_bytes(1) < w.nbytes)
+        for beside in (offload, _with_budget(offload, unread)) if unread else (offload,):
+            least = self._least_experts(beside)
+            if least is not None:
+                yield _placed(beside, n_cpu_moe=least)
+                if least > self._experts[0].layer + 1:
+                    yield from self._with_rest(_placed(offload, n_cpu_moe=least - 1))
 
+    def _least_experts(self, offload: OffloadConfig) -> int | None:
+        """Of how many layers from the first the experts must be on the CPU; None where all are not enough."""
+        counts = range(self._experts[0].layer + 1, self._experts[-1].layer + 1)
+        found = bisect_left(counts, True, key=lambda count: self._on_device(_placed(offload, n_cpu_moe=count)))
+        return counts[found] if found < len(counts) else None
 
-def _budget(
-    offload: OffloadConfig, missing: int, works: Callable[[OffloadConfig], bool]
-) -> tuple[str, OffloadConfig] | None:
-    if missing <= 0:
-        return None
-    hundredths = -(-missing * 100 // GIB)
-    for budget in (hundredths, hundredths + 1):
-        uva = offload.uva.model_copy(update={"cpu_offload_gb": budget / 100})
-        settings = offload.model_copy(update={"uva": uva})
-        if works(settings):
-            return f"--cpu-offload-gb {budget / 100:.2f}", settings
-    return None
-
-
-def _groups(
-    model: ModelMap, offload: OffloadConfig, works: Callable[[OffloadConfig], bool]
-) -> tuple[str, OffloadConfig] | None:
-    """The least layers, one or two of each group, that are copied ahead through two buffers, or one."""
-    sizes = range(model.decoder.layers, 0, -1)
-    shares = sorted({(1, size) for size in sizes} | {(2, size) for size in sizes if size % 2 and size > 2}, key=_share)
-    for step in (2, 1):
-
-        def grouped(share: tuple[int, int], step: int = step) -> OffloadConfig:
-            number, size = share
-            prefetch = offload.prefetch.model_copy(
-                update={"offload_group_size": size, "offload_num_in_group": number, "offload_prefetch_step": step}
-            )
-            return offload.model_copy(update={"prefetch": prefetch})
-
-        found = bisect_left(shares, True, key=lambda share: works(grouped(share)))
-        if found < len(shares):
-            number, size = shares[found]
-            written = f"--offload-group-size {size}"
-            written += f" --offload-num-in-group {number}" if number > 1 else ""
-            return written + (f" --offload-prefetch-step {step}" if step > 1 else ""), grouped(shares[found])
-    return None
-
-
-def _share(share: tuple[int, int]) -> float:
-    number, size = share
-    return number / size
-
-
-def _with_experts(
-    model: ModelMap, offload: OffloadConfig, works: Callable[[OffloadConfig], bool]
-) -> Iterator[tuple[str, OffloadConfig]]:
-    """Experts of the least layers on the CPU, and of all; through as many slots as there is room for."""
-    blocks = expert_blocks(model)
-    counts = range(blocks[0].layer + 1, blocks[-1].layer + 2)
-    found = bisect_left(counts, True, key=lambda count: works(_placed(offload, n_cpu_moe=count)))
-    if found < len(counts) - 1:
-        yield f"--n-cpu-moe {counts[found]}", _placed(offload, n_cpu_moe=counts[found])
-    if works(everywhere := _placed(offload, cpu_moe=True)):  # where the CPU reads faster than the device, more is less
-        yield "--cpu-moe", everywhere
-    for tier in ("host", "disk"):
-        extension = offload.extension
-        stream = extension.expert_stream.model_copy(update={"enabled": True, "tier": tier})
-        settings = offload.model_copy(update={"overspill": extension.model_copy(update={"expert_stream": stream})})
-        if works(settings):
-            document = '{"overspill": {"expert_stream": {"enabled": true, "tier": "' + tier + '"}}}'
-            yield f"--offload-config '{document}'", settings
+    def _with_rest(self, offload: OffloadConfig) -> Iterator[OffloadConfig]:
+        """`offload` and a budget for what is missing beside it; a hundredth more where whole weights leave a gap."""
+        whole = self.planned(offload)
+        if whole is None or (missing := excess_bytes(whole)) <= 0:
             return
+        tight = _with_budget(offload, missing)
+        yield tight if self._on_device(tight) else _with_budget(offload, missing + GIB // 100)
+
+    def _groups(self) -> Iterator[OffloadConfig]:
+        """The least layers of each group that are copied ahead, through two buffers and through one."""
+        layers = self._model.decoder.layers
+        shares: dict[int, tuple[int, int]] = {}  # by the layers that they copy: the smallest group that does
+        for size in (*range(1, min(layers, _LARGEST_GROUP) + 1), *range(_LARGEST_GROUP + 1, layers + 1)):
+            for number in range(1, size + 1) if size <= _LARGEST_GROUP else (1,):
+                copied = sum(layer % size >= size - number for layer in range(layers))
+                shares.setdefault(copied, (number, size))
+        for step in (2, 1):
+            some = [self._grouped(*shares[copied], step) for copied in sorted(shares) if copied >= step]
+            found = bisect_left(some, True, key=self._on_device)
+            yield from some[found : found + 1]
+
+    def _grouped(self, number: int, size: int, step: int) -> OffloadConfig:
+        prefetch = self._offload.prefetch.model_copy(
+            update={"offload_group_size": size, "offload_num_in_group": number, "offload_prefetch_step": step}
+        )
+        return self._offload.model_copy(update={"prefetch": prefetch})
+
+    def _on_device(self, settings: OffloadConfig) -> bool:
+        plan = self.planned(settings)
+        return plan is not None and excess_bytes(plan) <= 0
+
+
+_LARGEST_GROUP = 16
+
+
+def _with_budget(offload: OffloadConfig, nbytes: int) -> OffloadConfig:
+    """A budget of as many hundredths of a GiB as hold `nbytes`."""
+    uva = offload.uva.model_copy(update={"cpu_offload_gb": -(-nbytes * 100 // GIB) / 100})
+    return offload.model_copy(update={"uva": uva})
+
+
+def _written(before: OffloadConfig, settings: OffloadConfig) -> str:
+    """What was chosen beside `before`, as the command line has it."""
+    flags = []
+    placement, prefetch, stream = settings.extension.placement, settings.prefetch, settings.extension.expert_stream
+    if placement != before.extension.placement:
+        flags.append("--cpu-moe" if placement.cpu_moe else f"--n-cpu-moe {placement.n_cpu_moe}")
+    if settings.uva != before.uva:
+        flags.append(f"--cpu-offload-gb {settings.uva.cpu_offload_gb:.2f}")
+    if prefetch != before.prefetch:
+        flags.append(f"--offload-group-size {prefetch.offload_group_size}")
+        flags += [f"--offload-num-in-group {prefetch.offload_num_in_group}"] * (prefetch.offload_num_in_group > 1)
+        flags += [f"--offload-prefetch-step {prefetch.offload_prefetch_step}"] * (prefetch.offload_prefetch_step > 1)
+    if stream != before.extension.expert_stream:
+        document = {"overspill": {"expert_stream": {"enabled": True, "tier": stream.tier}}}
+        flags.append(f"--offload-config '{json.dumps(document)}'")
+    return " ".join(flags)
+
+
+def _extended(offload: OffloadConfig, **fields: object) -> OffloadConfig:
+    return offload.model_copy(update={"overspill": offload.extension.model_copy(update=fields)})
 
 
 def _placed(offload: OffloadConfig, **fields: object) -> OffloadConfig:
-    extension = offload.extension
-    placement = extension.placement.model_copy(update=fields)
-    return offload.model_copy(update={"overspill": extension.model_copy(update={"placement": placement})})
+    return _extended(offload, placement=offload.extension.placement.model_copy(update=fields))
 
 
 def fit_note(ways: Sequence[Way], whole: Plan, rates: Rates | None) -> str:
     """What was done, in one line; the first of `ways` was taken."""
     memory, best = whole.memory, ways[0]
-    limit = whole.weight_budget_bytes or memory.available_device_bytes
-    needed = memory.lasting_bytes if whole.weight_budget_bytes is not None else memory.device_bytes
+    needed, limit = memory.device_bytes, memory.available_device_bytes
+    if whole.weight_budget_bytes and needed <= limit:
+        needed, limit = memory.lasting_bytes, whole.weight_budget_bytes
     others = f", of {len(ways)} ways that fit the one that takes least per token" if ways[1:] else ""
     time = f": about {best.seconds * 1e3:.1f} ms a step" if rates is not None else f" (by {ASSUMED.origin})"
     return (

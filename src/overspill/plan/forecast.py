@@ -55,18 +55,41 @@ class Forecast:
 
 def forecast(plan: Plan, rates: Rates) -> Forecast:
     """What `plan` takes on a machine of these rates: batches of 1 to 256, and a prompt of up to 512 tokens."""
-    prompt = min(PROMPT_TOKENS, plan.context_tokens)
     return Forecast(
         rates.origin,
-        tuple(pass_forecast(plan, rates, tokens, kept_tokens=plan.context_tokens // 2) for tokens in BATCHES),
-        pass_forecast(plan, rates, prompt, kept_tokens=0),
+        tuple(decode_forecast(plan, rates, sequences) for sequences in BATCHES),
+        prompt_forecast(plan, rates),
     )
 
 
-def pass_forecast(plan: Plan, rates: Rates, tokens: int, *, kept_tokens: int) -> PassForecast:
-    """One pass over `tokens` tokens, each after `kept_tokens` of its own sequence in the cache."""
+def decode_forecast(plan: Plan, rates: Rates, sequences: int | None = None) -> PassForecast:
+    """A token of each of so many sequences, by default as many as the plan is for, each halfway through its context.
+
+    Where a server's cache does not hold so much, each has its share of what it holds.
+    """
+    sequences = plan.sequences if sequences is None else sequences
+    kept_tokens = plan.context_tokens // 2
+    if plan.kv_cache_tokens is not None:
+        kept_tokens = min(kept_tokens, plan.kv_cache_tokens // sequences)
+    return pass_forecast(plan, rates, sequences, kept_tokens=kept_tokens)
+
+
+def prompt_forecast(plan: Plan, rates: Rates) -> PassForecast:
+    """A prompt of 512 tokens, or of as many as the context has; logits of the last token alone are computed."""
+    tokens = min(PROMPT_TOKENS, plan.context_tokens)
+    return pass_forecast(plan, rates, tokens, kept_tokens=0, logits=1)
+
+
+def pass_forecast(
+    plan: Plan, rates: Rates, tokens: int, *, kept_tokens: int, logits: int | None = None
+) -> PassForecast:
+    """One pass over `tokens` tokens, each after `kept_tokens` of its own sequence in the cache.
+
+    `logits`: of how many tokens they are computed, by default of all.
+    """
+    logits = tokens if logits is None else logits
     link, ring = _link(plan, rates), plan.ring
-    work = [*_layers(plan, rates, link, tokens, kept_tokens), _rest(plan, rates, link, tokens)]
+    work = [*_layers(plan, rates, link, tokens, kept_tokens), _rest(plan, rates, link, tokens, logits)]
     in_ring = {(layer.stack, layer.number): index for index, layer in enumerate(ring.layers if ring else ())}
     turns = [Turn(turn.seconds(asynchronous=rates.asynchronous), in_ring.get(turn.layer)) for turn in work]
     copies = [_copy(layer, rates, link) for layer in (ring.layers if ring else ())]
@@ -114,7 +137,7 @@ def _layers(plan: Plan, rates: Rates, link: Link | None, tokens: int, kept_token
     order = layers_run(plan)
     times = Counter(order)
     work = {layer: _Work(layer, rates.layer_s) for layer in times}
-    cached_s = plan.model.trace.kv_token_bytes * kept_tokens * tokens / max(rates.read_bytes_s.values())
+    cached_s = plan.model.trace.kept_bytes(kept_tokens) * tokens / max(rates.read_bytes_s.values())
     for layer, turn in work.items():
         turn.reading_s += cached_s * times[layer] / len(order)
     for placement in plan.placements:
@@ -129,33 +152,46 @@ def _layers(plan: Plan, rates: Rates, link: Link | None, tokens: int, kept_token
             turn.cpu_s += max(reading_s, _operations(weight, tokens) / rates.expert_flops)
     if (slots := plan.slots) is not None:
         missed = slots.expected_bytes(tokens) / len(slots.blocks)
+        disk_s = missed / _disk_bytes_s(rates) if slots.tier is Tier.DISK else 0.0
+        fetched_s, computed_s = _over(link, missed, missed / max(1, slots.slot_bytes)), missed / rates.expert_bytes_s
+        on_cpu = slots.policy == "cpu" or (slots.policy == "auto" and computed_s < fetched_s + disk_s)
         for block in slots.blocks:
             turn = work[plan.model.decoder.path, block.layer]
-            if slots.tier is Tier.DISK:
-                turn.disk_s += missed / _disk_bytes_s(rates)
-            turn.link_s += _over(link, missed, missed / max(1, slots.slot_bytes))
+            turn.disk_s += disk_s
+            turn.link_s += 0.0 if on_cpu else fetched_s
+            turn.cpu_s += computed_s if on_cpu else 0.0
     for layer, seconds in _expert_layers(plan, rates).items():
         work[layer].launches_s = seconds
     return [_per_run(work[layer], times[layer]) for layer in order]
 
 
-def _rest(plan: Plan, rates: Rates, link: Link | None, tokens: int) -> _Work:
+def _rest(plan: Plan, rates: Rates, link: Link | None, tokens: int, logits: int) -> _Work:
     """What a pass does outside of the layers that it runs."""
     work = _Work(_NO_LAYER, rates.step_s)
     layers = set(layers_run(plan))
     for placement in plan.placements:
         if _layer_of(placement.weight) not in layers:
-            _add(work, placement, plan, rates, link, tokens)
+            head = placement.weight.role in (Role.HEAD, Role.EMBEDDING)  # an embedding's products are a tied head's
+            _add(work, placement, plan, rates, link, tokens, products=logits if head else tokens)
     return work
 
 
-def _add(work: _Work, placement: Placement, plan: Plan, rates: Rates, link: Link | None, tokens: int) -> None:
+def _add(
+    work: _Work,
+    placement: Placement,
+    plan: Plan,
+    rates: Rates,
+    link: Link | None,
+    tokens: int,
+    products: int | None = None,
+) -> None:
     """What is read of a weight, multiplied by it, and brought for it when it is its turn."""
     weight = placement.weight
     away = placement.access is Access.IN_PLACE and placement.tier is not Tier.DEVICE
     if not away or plan.memory.unified:  # mapped weights are computed where everything is
-        work.reading_s += weight.step_bytes(tokens) / rates.reading(_dtype(weight))
-        work.computing_s += _operations(weight, tokens) / rates.computing(_dtype(weight))
+        if placement.access is not Access.ZERO_COPY or not rates.asynchronous:  # a GPU reads it over the link alone
+            work.reading_s += weight.step_bytes(tokens) / rates.reading(_dtype(weight))
+        work.computing_s += _operations(weight, products or tokens) / rates.computing(_dtype(weight))
     if placement.access is Access.ZERO_COPY:
         work.link_s += _over(link, weight.step_bytes(tokens), weight.reads.times)
 

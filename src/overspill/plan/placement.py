@@ -110,8 +110,9 @@ class Plan:
     """What will be where. `notes` are said once; `backend` is vLLM's ("uva", "prefetch"), None where neither is asked.
 
     `placed` are blocks of routed experts that the CPU computes, `slots` those that stream through the device.
-    `offload` are the settings that it carries out, those that fit chose included. `rates` are the machine's, None where
-    they are not known: then no time is forecast.
+    `offload` are the settings that it carries out, those that fit chose included; `fitted` are the ways that fit found,
+    as the command line has them, with the seconds of a step, the first of which was chosen. `rates` are the machine's,
+    None where they are not known: then no time is forecast.
     `prefault`: what is `mapped` is read into the page cache while loading.
     `buffers_bytes` are rebuilt buffers that no checkpoint holds; they are part of the device's weights.
     `kv_cache_tokens` is about what a server's KV cache holds, None where it holds `sequences` of the whole context.
@@ -134,6 +135,7 @@ class Plan:
     step: StepForecast
     buffers_bytes: int
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    fitted: tuple[tuple[str, float], ...] = ()
     rates: Rates | None = None
     prefault: bool = False
     kv_cache_tokens: int | None = None

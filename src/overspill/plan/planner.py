@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +21,7 @@ from overspill.plan.capacity import Limit, capacity_warnings, refuse_capacity
 from overspill.plan.converted import conversion_note
 from overspill.plan.disk import Layout, within_memory
 from overspill.plan.experts import nothing_saved
-from overspill.plan.fit import fit, fit_note, fits, wants_fit
+from overspill.plan.fit import excess_bytes, fit, fit_note, fits, wants_fit
 from overspill.plan.loading import loading_peak
 from overspill.plan.mapped import Mapped
 from overspill.plan.placement import MemoryForecast, Placement, Plan, StepForecast
@@ -28,6 +29,8 @@ from overspill.plan.policy import Choice, choose
 from overspill.plan.server_cache import server_cache_tokens, server_memory
 from overspill.plan.staging import Staging, staging_for
 from overspill.plan.tiers import Access, Tier
+
+_BOUNDLESS = 1 << 60
 
 PROCESS_BYTES = 32 << 20
 """What a process takes after its plan was made, besides what is planned: stacks, allocators, libraries' first use."""
@@ -62,13 +65,20 @@ def refuse_device(settings: Settings, device: Device) -> None:
 
 
 def make_plan(
-    model: ModelMap, settings: Settings, device: Device, *, context_tokens: int, rates: Rates | None = None
+    model: ModelMap,
+    settings: Settings,
+    device: Device,
+    *,
+    context_tokens: int,
+    rates: Rates | None = None,
+    judged: bool = True,
 ) -> Plan:
     """Place every weight of `model`. Nothing is allocated.
 
     A model that does not fit, and of which nothing was said, is made to fit. `rates` are how fast the machine is, for
-    that choice and for the forecast of time. Raises ConfigError where the settings move nothing or name nothing,
-    CapacityError where the device or the host does not hold what the plan would place there.
+    that choice and for the forecast of time. Without `judged` a plan that memory does not hold comes back too. Raises
+    ConfigError where the settings move nothing or name nothing, CapacityError where the device or the host does not
+    hold what the plan would place there.
     """
     refuse_device(settings, device)
     planner = Planner(model, settings, device, context_tokens, rates)
@@ -76,16 +86,21 @@ def make_plan(
     if not device.unified and wants_fit(settings.offload) and not fits(plan):
         ways = fit(model, settings.offload, planner.plan, rates)
         if ways:
-            plan = replace(ways[0].plan, notes=(fit_note(ways, plan, rates), *ways[0].plan.notes))
+            chosen = ways[0].plan
+            told = tuple((way.settings, way.seconds) for way in ways)
+            plan = replace(chosen, notes=(fit_note(ways, plan, rates), *chosen.notes), fitted=told)
     elif (idle := _not_needed(plan)) is not None:
         plan = replace(plan, notes=(*plan.notes, idle))
-    refuse_capacity(
-        plan,
-        settings,
-        unified=device.unified,
-        forecast=lambda offload: planner.laid_out(offload).memory,
-        within=planner.memory_within,
-    )
+    if judged:
+        refuse_capacity(
+            plan,
+            settings,
+            unified=device.unified,
+            forecast=lambda offload: planner.laid_out(offload).memory,
+            within=planner.memory_within,
+            with_more_host=planner.fitting_host_bytes,
+            named_host=device.host_memory_bytes is not None,
+        )
     return replace(plan, notes=(*plan.notes, conversion_note(model, plan.converted))) if plan.converted else plan
 
 
@@ -138,6 +153,15 @@ class Planner:
             changed = replace(available, device_bytes=min(stated, nbytes), process_bytes=nbytes)
         return self.laid_out(self.settings.offload, changed).memory
 
+    def fitting_host_bytes(self) -> int | None:
+        """The least host memory with which fit finds a way; None where no host memory does, or fit is not asked."""
+        if self.device.unified or not wants_fit(self.settings.offload):
+            return None
+        roomy = copy(self)
+        roomy.available = replace(self.available, host_bytes=_BOUNDLESS)
+        ways = fit(self.model, self.settings.offload, roomy.plan, self.rates)
+        return min((w.plan.memory.host_bytes + w.plan.memory.staging_bytes for w in ways), default=None)
+
     def plan(self, offload: OffloadConfig) -> Plan:
         """The plan of these settings, whether or not memory holds it."""
         model, settings, device = self.model, self.settings, self.device
@@ -170,7 +194,7 @@ class Planner:
             kv_cache_tokens=server_cache_tokens(memory, model.trace, settings.engine),
             notes=(
                 *settings.notes,
-                *_idle_limit(settings),
+                *_idle_limit(settings, device),
                 *_idle_fit(settings, device),
                 *experts.notes,
                 *choice.notes,
@@ -197,7 +221,7 @@ def _not_needed(plan: Plan) -> str | None:
     """A line where the model would fit as it is, and weights leave the device all the same."""
     memory = plan.memory
     saved = plan.offloaded_bytes - memory.pools_bytes
-    free = memory.available_device_bytes - memory.device_bytes
+    free = -excess_bytes(plan)
     if plan.memory.unified or not plan.offloads or memory.working_bytes is None or free < saved:
         return None
     return (
@@ -215,7 +239,7 @@ def _moved(choice: Choice) -> dict[str, tuple[Tier, Access, str]]:
 
 
 def _available(device: Device, settings: Settings) -> Available:
-    free_bytes = device.host_memory_bytes or host_available_bytes()
+    free_bytes = _host_bytes(device)
     host_bytes = min(free_bytes, settings.engine.memory_limit_bytes or sys.maxsize)
     if not device.unified:
         return Available(device.memory_bytes, host_bytes)
@@ -223,9 +247,14 @@ def _available(device: Device, settings: Settings) -> Available:
     return Available(min(device.memory_bytes, process_bytes), host_bytes, process_bytes)
 
 
-def _idle_limit(settings: Settings) -> list[str]:
+def _host_bytes(device: Device) -> int:
+    """What the host has left: that beside a device that is not here, or this one."""
+    return host_available_bytes() if device.host_memory_bytes is None else device.host_memory_bytes
+
+
+def _idle_limit(settings: Settings, device: Device) -> list[str]:
     """A line where more was allowed than there is."""
-    stated, free_bytes = settings.engine.memory_limit_bytes, host_available_bytes()
+    stated, free_bytes = settings.engine.memory_limit_bytes, _host_bytes(device)
     if stated is None or stated <= free_bytes:
         return []
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -66,7 +67,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "host": {
                 "weights_bytes": memory.host_bytes,
                 "staging_bytes": memory.staging_bytes,
-                "available_bytes": memory.available_host_bytes,
+                "available_bytes": memory.available_host_bytes if memory.available_host_bytes < sys.maxsize else None,
                 "pinned": plan.pinned,
             },
         },
@@ -81,6 +82,9 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "transfers": step.transfers,
             "link_floor_s": step.link_floor_s,
         },
+        "fit": None
+        if not plan.fitted
+        else {"chosen": plan.fitted[0][0], "ways": [{"settings": w, "decode_s": s} for w, s in plan.fitted]},
         "forecast": None if plan.rates is None else forecast_as_json(forecast(plan, plan.rates)),
         "ring": None
         if plan.ring is None
@@ -224,7 +228,8 @@ def _memory_table(plan: Plan) -> Table:
         table.add_row("host", "weights" + (", pinned" if plan.pinned else ""), format_bytes(memory.host_bytes))
         if memory.staging_bytes:
             table.add_row("host", "staging", format_bytes(memory.staging_bytes))
-        table.add_row("host", "available", format_bytes(memory.available_host_bytes))
+        known = memory.available_host_bytes < sys.maxsize
+        table.add_row("host", "available", format_bytes(memory.available_host_bytes) if known else "not stated")
         table.add_section()
         if on_disk := plan.on(Tier.DISK):
             table.add_row("disk", "weights", format_bytes(sum(p.weight.nbytes for p in on_disk)))
