@@ -24,6 +24,7 @@ from overspill.errors import CheckpointError, ConfigError, OverspillWarning
 from overspill.machine.device import Device
 from overspill.machine.memory import host_available_bytes
 from overspill.machine.named import NamedDevice
+from overspill.machine.observed import corrections, observations
 from overspill.machine.rates import Rates, load_report
 from overspill.machine.select import select_device
 from overspill.machine.specs import gpu_of_device, named_rates
@@ -78,10 +79,18 @@ def _collector_paused() -> Iterator[None]:
 
 
 @_collector_paused()
-def prepare(model: str | Path, settings: Settings, device: Device | None = None, *, judged: bool = True) -> Prepared:
+def prepare(
+    model: str | Path,
+    settings: Settings,
+    device: Device | None = None,
+    *,
+    judged: bool = True,
+    calibrated: bool = False,
+) -> Prepared:
     """Plan `model` from its headers: settings are judged first, then the device, then the files.
 
-    Without `judged` the plan may be one that memory does not hold.
+    Without `judged` the plan may be one that memory does not hold. `calibrated`: times are corrected by what earlier
+    runs here took; ConfigError where there are none.
     """
     device = device or select_device(settings.engine)
     refuse_device(settings, device)
@@ -99,20 +108,30 @@ def prepare(model: str | Path, settings: Settings, device: Device | None = None,
         sequences=1 if engine.max_num_batched_tokens is not None else engine.max_num_seqs,
         trust_remote_code=engine.trust_remote_code,
     )
-    made = _planned(mapped, settings, device, tokens, judged=judged)
+    made = _planned(mapped, settings, device, tokens, judged=judged, calibrated=calibrated)
     prepared = Prepared(made, device, checkpoint, settings)
     if tight:
         vars(prepared)["tokenizer"] = tokenizer
     return prepared
 
 
-def _planned(mapped: ModelMap, settings: Settings, device: Device, tokens: int, *, judged: bool = True) -> Plan:
+def _planned(
+    mapped: ModelMap,
+    settings: Settings,
+    device: Device,
+    tokens: int,
+    *,
+    judged: bool = True,
+    calibrated: bool = False,
+) -> Plan:
     """The plan; a damaged measurement of this machine costs it the forecast of time, and it says so."""
     told: tuple[str, ...] = ()
     try:
         rates = rates_of(device)
     except CheckpointError as error:
         rates, told = None, (f"time is not forecast: {error.message}; {error.hint}",)
+    if calibrated:
+        rates = _corrected(rates, device, mapped.architecture)
     made = make_plan(mapped, settings, device, context_tokens=tokens, rates=rates, judged=judged)
     return replace(made, warnings=(*made.warnings, *told)) if told else made
 
@@ -137,6 +156,19 @@ def with_files(prepared: Prepared) -> Prepared:
     download(prepared.checkpoint)
     engine = prepared.settings.engine.model_copy(update={"revision": None})  # the folder is of one commit
     return prepare(prepared.checkpoint.folder, replace(prepared.settings, engine=engine), prepared.device)
+
+
+def _corrected(rates: Rates | None, device: Device, architecture: str) -> Rates:
+    if rates is None:
+        raise ConfigError(
+            "--calibrate has no forecast to correct", hint="`overspill bench` measures this machine first"
+        )
+    found = corrections(observations(device), architecture)
+    if not found:
+        raise ConfigError(
+            "--calibrate has no run to correct by", hint="`overspill run` keeps what its steps took beside the forecast"
+        )
+    return replace(rates, corrections=found)
 
 
 def start(prepared: Prepared, progress: Callable[[int], None] | None = None) -> Engine:

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-import overspill
-from overspill.config import resolve
+from overspill.config import format_bytes, resolve
 from overspill.engine import Engine, SamplingParams
 from overspill.machine import measure
 from overspill.machine.cpu_experts import instruction_set
 from overspill.machine.device import Device
 from overspill.machine.memory import host_available_bytes, host_limit_bytes
-from overspill.machine.rates import MachineReport, Rates, fingerprint
+from overspill.machine.rates import MachineReport, Rates, fingerprint, versions
 from overspill.model.map import map_live
 from overspill.offload.placed import place
 from overspill.plan import make_plan
@@ -47,9 +45,14 @@ _EXPERT_WAYS: dict[str, dict[str, Any]] = {
 def measure_machine(device: Device, folder: Path, progress: Callable[[str], None] | None = None) -> MachineReport:
     """Measure `device`, its link, the CPU beside it and the disk under `folder`; takes some fifteen seconds.
 
-    Raises OSError where nothing can be written into `folder`.
+    Raises OSError where nothing can be written into `folder`, CapacityError where too little memory is left to measure
+    in; both before anything is measured.
     """
+    measure.refuse_memory()
+    measure.refuse_folder(folder)
     tell = progress or (lambda _: None)
+    if (room_bytes := measure.host_room_bytes()) < measure.BEYOND_CACHES_BYTES:
+        tell(f"little memory is left: in {format_bytes(room_bytes)}, of which caches may hold a part")
     tell("products on the device")
     reading, computing = measure.products(device)
     tell("what layers and steps take besides")
@@ -87,10 +90,7 @@ def measure_machine(device: Device, folder: Path, progress: Callable[[str], None
         device_kind=device.kind,
         device_name=device.name,
         measured_at=now,
-        versions={
-            "overspill": overspill.__version__,
-            **{package: metadata.version(package) for package in ("torch", "transformers")},
-        },
+        versions=versions(),
         machine={
             **facts,
             "kernels": instruction_set(),

@@ -14,8 +14,10 @@ from emulated_runs import emulated
 from overspill import advice
 from overspill.cli.plan import ENGINES
 from overspill.machine import measure, rates
+from overspill.machine.named import NamedDevice
 from overspill.machine.observed import KEPT, correction, observations, remember
 from overspill.machine.rates import MachineReport, Rates, fingerprint, save_report
+from overspill.machine.specs import gpu_named, link_named
 from tiny_models import save_headers
 
 
@@ -68,6 +70,7 @@ def test_ways_are_compared_side_by_side_and_one_is_picked(dense: Path, cli: Cli)
     by_way = {row["what"]: row for row in rows}
     assert not by_way["nothing offloaded"]["fits"]
     assert by_way["declaration order, as vLLM"]["fits"]
+    assert by_way["as fit would"]["fits"]
     fitting = [row for row in rows if row["fits"]]
     assert rows[found["pick"]]["decode_s"] == min(row["decode_s"] for row in fitting)
     assert all(row["device_bytes"] and row["decode_limit"] for row in fitting)
@@ -76,16 +79,36 @@ def test_ways_are_compared_side_by_side_and_one_is_picked(dense: Path, cli: Cli)
     assert "does not fit" in table
 
 
+def test_ways_are_held_to_the_weight_budget_and_shown_where_nothing_fits(dense: Path, cli: Cli) -> None:
+    budget = '{"overspill": {"device_fit": {"weight_budget_bytes": 30000000000}}}'
+    asked = ("plan", dense, "--gpu", "H200", "--host-memory", "512GiB", "--offload-config", budget)
+    found = json.loads(cli(*asked, "--compare", "--json").out)
+    assert found["alternatives"][found["pick"]]["device_bytes"] < 34 << 30
+    assert not {row["what"]: row for row in found["alternatives"]}["nothing offloaded"]["fits"]
+    stated = ("plan", dense, "--gpu", "L40S", "--host-memory", "512GiB", "--no-fit")
+    assert cli(*stated).code == 3
+    shown = cli(*stated, "--compare")
+    assert shown.code == 0
+    assert "does not fit" in shown.out
+    assert "--offload-config '{" in json.dumps(json.loads(cli(*stated, "--compare", "--json").out)["alternatives"])
+    unstated = cli("plan", dense, "--gpu", "L40S")
+    assert "not stated" in unstated.out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--link", ""), "--link without --gpu"),
+        (("--gpu", "L40S", "--link", ""), '"link" is ""'),
         (("--link", "pcie4x16"), "--link without --gpu"),
         (("--host-memory", "1GiB"), "--host-memory without --gpu"),
         (("--gpu", "L40S", "--device", "cpu"), "--gpu stands for the device"),
         (("--gpu", "B9000"), '"gpu" is "B9000"'),
         (("--gpu", "L40S", "--link", "usb"), '"link" is "usb"'),
         (("--compare", "--emit", "vllm"), "two answers"),
-        (("--ranks", "2"), "--ranks without --emit"),
+        (("--ranks", "2"), "--ranks without --emit vllm"),
+        (("--ranks", "2", "--emit", "llama.cpp"), "--ranks without --emit vllm"),
+        (("--gpu", "L40S", "--ranks", "3", "--emit", "vllm"), "64 attention heads and 8 KV heads"),
         (("--emit", "sglang"), "sglang"),
     ],
 )
@@ -102,6 +125,9 @@ def test_the_same_is_written_for_other_engines(dense: Path, cli: Cli) -> None:
     assert vllm.startswith(f"vllm serve {dense} ")
     assert "--cpu-offload-gb" in vllm
     assert "--tensor-parallel-size 2" in vllm
+    assert "--gpu-memory-utilization 0.98" in vllm
+    assert "over 2 ranks" in vllm
+    assert "offload" not in cli(*asked, "vllm", "--ranks", 4).out.splitlines()[0], "130 GiB over four cards"
     assert "power of two" in vllm
     assert cli(*asked, "llama.cpp").out.startswith("llama-server -m ")
     found = json.loads(cli(*asked, "overspill", "--json").out)
@@ -148,6 +174,27 @@ def test_runs_are_held_against_their_forecast_and_correct_the_next(cli: Cli, tal
     assert "1 run of LlamaForCausalLM this way" in after["rates"]
 
 
+def test_a_way_that_took_longer_here_is_chosen_no_more(cli: Cli, dense: Path) -> None:
+    """Each way is corrected by its own runs, in the choice and in what is told of it."""
+    asked = ("plan", dense, "--gpu", "L40S", "--host-memory", "192GiB", "--json")
+    gpu = gpu_named("L40S")
+    device = NamedDevice(gpu, link_named(gpu.link), None)
+    before = json.loads(cli(*asked).out)
+    chosen, ways = before["fit"]["chosen"], before["fit"]["ways"]
+    assert chosen == ways[0]["settings"]
+    way = before["backend"]
+    remember(device, "LlamaForCausalLM", way, forecast_s=1.0, measured_s=100.0)
+    other = {"uva": "prefetch", "prefetch": "uva"}[way]
+    remember(device, "LlamaForCausalLM", other, forecast_s=1.0, measured_s=1.0)
+    after = json.loads(cli(*asked, "--calibrate").out)
+    assert after["backend"] == other
+    assert "corrected by 1.00" in after["forecast"]["rates"]
+    found = {way["settings"]: way["decode_s"] for way in after["fit"]["ways"]}
+    assert found[chosen] == pytest.approx(100 * ways[0]["decode_s"])
+    rows = json.loads(cli(*asked, "--calibrate", "--compare").out)
+    assert rows["pick"] == 0
+
+
 def test_an_answer_stands_where_what_it_took_cannot_be_kept(
     cli: Cli, talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +211,7 @@ def test_an_answer_stands_where_what_it_took_cannot_be_kept(
 def known() -> MachineReport:
     """A machine that takes no time for anything, next to."""
     figures = dict.fromkeys(("float32", "bfloat16", "float16"), 1e15)
-    rates_ = Rates("made up", figures, figures, 1e-9, 1e15, 1e15, 1e15)
+    rates_ = Rates("made up", figures, figures, layer_s=1e-9, expert_bytes_s=1e15, expert_flops=1e15, disk_bytes_s=1e15)
     return MachineReport("", "emulated", "", "", {}, {}, {}, rates_)
 
 

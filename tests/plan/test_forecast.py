@@ -12,7 +12,17 @@ from overspill.machine.emulated import EmulatedDevice
 from overspill.machine.rates import Rates
 from overspill.model.weights import ModelMap
 from overspill.plan import Access, Plan, make_plan
-from overspill.plan.forecast import BATCHES, CPU, DEVICE_COMPUTE, DEVICE_MEMORY, DISK, LAUNCHES, LINK, forecast
+from overspill.plan.forecast import (
+    BATCHES,
+    CPU,
+    DEVICE_COMPUTE,
+    DEVICE_MEMORY,
+    DISK,
+    LAUNCHES,
+    LINK,
+    decode_forecast,
+    forecast,
+)
 from overspill.plan.forecast import pass_forecast as pass_of
 from tiny_models import MakeTiny
 
@@ -123,6 +133,59 @@ def test_experts_are_read_as_far_as_tokens_choose_them(tiny: MakeTiny) -> None:
         assert step.limit == CPU
     work = 2 * 50 * experts / 4 * 2 / 6
     assert pass_of(plan, rates(expert_flops=1e6), 50, kept_tokens=0).seconds == pytest.approx(work / 1e6)
+
+
+def test_what_is_missed_in_slots_is_computed_where_that_was_asked_or_is_faster(tiny: MakeTiny) -> None:
+    model = mapped(tiny("qwen3_moe"), tokens=8)
+    known, link = rates(expert_bytes_s=2e6), Link(1e6, 0.0, measured=False)
+    for policy, limit, rate in (("fetch", LINK, 1e6), ("cpu", CPU, 2e6), ("auto", CPU, 2e6)):
+        plan = plan_of(model, {"overspill": {"expert_stream": {"slots": 9, "policy": policy}}}, link)
+        assert plan.slots is not None
+        step = pass_of(plan, known, 1, kept_tokens=0)
+        assert (step.limit, step.seconds) == (limit, pytest.approx(plan.slots.expected_bytes(1) / rate))
+    slow = rates(expert_bytes_s=0.5e6)
+    assert pass_of(plan, slow, 1, kept_tokens=0).limit == LINK, "auto, where the CPU is slower"
+
+
+def test_layers_with_a_window_read_no_more_than_it_of_the_cache(tiny: MakeTiny) -> None:
+    model = mapped(tiny("gemma3"), tokens=30)
+    assert len(model.trace.kv_windows) == 2
+    window = min(model.trace.kv_windows)
+    whole = model.trace.kv_windows[30]
+    plan = plan_of(model)
+    short, long, longer = (pass_of(plan, rates(read_bytes_s={"float32": 1e9}), 1, kept_tokens=kept).seconds
+                           for kept in (window, 20, 25))  # fmt: skip
+    assert long - short == pytest.approx((20 - window) * whole / 1e9)
+    assert longer - long == pytest.approx(5 * whole / 1e9)
+
+
+def test_a_prompt_computes_the_logits_of_its_last_token_alone(llama: ModelMap) -> None:
+    known = rates(flops={"float32": 1e9})
+    found = forecast(plan_of(llama), known).prompt
+    whole = pass_of(plan_of(llama), known, found.tokens, kept_tokens=0)
+    head = next(w for w in llama if w.role == "head")
+    assert whole.seconds - found.seconds == pytest.approx(2 * (found.tokens - 1) * head.nbytes / 4 / 1e9)
+
+
+def test_a_gpu_reads_in_place_over_the_link_alone(llama: ModelMap) -> None:
+    """Where an emulated device brings it into its memory and reads it there."""
+    plan = plan_of(llama, {"uva": {"cpu_offload_gb": 1}})
+    slow = {"float32": 1e6}
+    assert pass_of(plan, rates(read_bytes_s=slow, asynchronous=True), 1, kept_tokens=0).seconds < 1e-6
+    assert pass_of(plan, rates(read_bytes_s=slow), 1, kept_tokens=0).seconds > 0.01
+
+
+def test_a_server_s_sequences_share_the_cache_that_there_is(tiny: MakeTiny) -> None:
+    model = mapped(tiny("llama"), tokens=32)
+    device = EmulatedDevice(plan_of(model).memory.device_bytes + 30_000, FREE)
+    settings = settings_for(None, max_num_seqs=64, max_num_batched_tokens=32)
+    plan = make_plan(model, settings, device, context_tokens=32)
+    assert plan.kv_cache_tokens is not None
+    assert 32 <= plan.kv_cache_tokens < 64 * 16
+    known = rates(read_bytes_s={"float32": 1e9})
+    expected = pass_of(plan, known, 64, kept_tokens=plan.kv_cache_tokens // 64)
+    assert decode_forecast(plan, known) == expected
+    assert decode_forecast(plan, known, 1) == pass_of(plan, known, 1, kept_tokens=16)
 
 
 def test_what_is_missed_in_slots_comes_over_the_link_or_from_disk(tiny: MakeTiny) -> None:

@@ -29,10 +29,12 @@ def command(
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder", hint="--folder names the one in which models lie")
     from overspill.bench import as_json, measure_machine
-    from overspill.machine.rates import save_report
+    from overspill.machine.rates import refuse_folder, save_report
     from overspill.machine.select import select_device
 
     chosen = select_device(settings.engine)
+    if keep:
+        refuse_folder()
     try:
         report = measure_machine(chosen, folder, lambda what: err.print(what, style="dim", highlight=False))
     except OSError as error:
@@ -73,7 +75,9 @@ def _named(name: str) -> str:
 
 
 def _figure(what: str, value: float) -> str:
-    if "layer" in what:
+    if "times as long" in what:
+        return f"{value:.2f}"
+    if "besides" in what:
         return f"{value * 1e3:.3f} ms"
     return f"{value / 1e9:.1f} GFLOP/s" if "many" in what or "products" in what else f"{value / 1e9:.2f} GB/s"
 

@@ -62,26 +62,24 @@ def command(
 ) -> None:
     """Say what would go where and what it takes; no weight is read."""
     settings = shared.settings()
-    if gpu is None and (link or host_memory):
+    if gpu is None and (link is not None or host_memory is not None):
         raise ConfigError(
-            f"--{'link' if link else 'host-memory'} without --gpu: this machine has its own",
+            f"--{'link' if link is not None else 'host-memory'} without --gpu: this machine has its own",
             hint="--gpu names the one that is planned for",
         )
     if gpu is not None and (settings.engine.device not in ("auto", "cuda") or settings.engine.device_memory_bytes):
         raise ConfigError("--gpu stands for the device and its memory", hint="leave out --device and --device-memory")
     if emit is not None and emit not in ENGINES:
         raise ConfigError(f'--emit is "{emit}"', hint=f"one of {', '.join(ENGINES)}")
-    if ranks != 1 and emit is None:
-        raise ConfigError("--ranks without --emit: a plan is of one rank", hint="--emit vllm")
+    if ranks != 1 and emit != "vllm":
+        raise ConfigError("--ranks without --emit vllm: everything else is of one rank", hint="--emit vllm")
     if compare and emit is not None:
         raise ConfigError("--compare and --emit are two answers", hint="one of them")
     host_bytes = parse_bytes(host_memory, bare="GiB", field="host_memory") if host_memory is not None else None
     from overspill.api import prepare
 
     device = _named(gpu, link, host_bytes) if gpu is not None else None
-    prepared = prepare(model, settings, device)
-    if calibrate:
-        prepared = _calibrated(prepared)
+    prepared = prepare(model, settings, device, judged=not compare, calibrated=calibrate)
     if compare:
         _compare(prepared, settings, shared)
     elif emit is not None:
@@ -95,27 +93,7 @@ def _named(gpu: str, link: str | None, host_bytes: int | None) -> Any:
     from overspill.machine.specs import gpu_named, link_named
 
     found = gpu_named(gpu)
-    return NamedDevice(found, link_named(link or found.link), host_bytes)
-
-
-def _calibrated(prepared: Any) -> Any:
-    from dataclasses import replace
-
-    from overspill.machine.observed import correction, observations
-
-    plan = prepared.plan
-    if plan.rates is None:
-        raise ConfigError(
-            "--calibrate has no forecast to correct", hint="`overspill bench` measures this machine first"
-        )
-    found = correction(observations(prepared.device), plan.model.architecture, ", ".join(plan.ways))
-    if found is None:
-        raise ConfigError(
-            "--calibrate has no run to correct by", hint="`overspill run` keeps what its steps took beside the forecast"
-        )
-    times, runs = found
-    rates = plan.rates.slower(times, f"corrected by {times:.2f} ({runs})")
-    return replace(prepared, plan=replace(plan, rates=rates))
+    return NamedDevice(found, link_named(found.link if link is None else link), host_bytes)
 
 
 def _show(plan: Any, shared: Shared) -> None:
@@ -139,18 +117,8 @@ def _compare(prepared: Any, settings: Any, shared: Shared) -> None:
 
 def _emit(prepared: Any, engine: str, ranks: int, model: str, shared: Shared) -> None:
     from overspill.advice import advise, as_json, render
-    from overspill.machine.named import NamedDevice
 
-    device = prepared.device
-    total_bytes = int(device.gpu.memory_gib * (1 << 30)) if isinstance(device, NamedDevice) else None
-    advice = advise(
-        prepared.plan,
-        prepared.settings,
-        engine,
-        model_name=model,
-        ranks=ranks,
-        device_total_bytes=total_bytes,
-    )
+    advice = advise(prepared.plan, prepared.settings, engine, model_name=model, ranks=ranks, device=prepared.device)
     if shared.json_output:
         print(json.dumps(as_json(advice)))
     else:

@@ -5,7 +5,9 @@ Medians of several rounds over memory that no cache holds. A busy neighbour show
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import statistics
 import tempfile
 import threading
@@ -20,18 +22,52 @@ import numpy as np
 import torch
 
 from overspill.checkpoint.records import Extent
+from overspill.config.sizes import format_bytes
+from overspill.errors import CapacityError
 from overspill.machine.arena import map_memory
 from overspill.machine.cpu_experts import Activation, CpuExperts
 from overspill.machine.device import Device, Transfer
+from overspill.machine.memory import host_available_bytes
 from overspill.machine.reads import FileReader
 
 ROUNDS = 7
 BEYOND_CACHES_BYTES = 1 << 30
 """Several times what a large processor's last cache holds."""
 MANY_TOKENS = 256
+LEAST_HOST_BYTES = 512 << 20
+DISK_BYTES = 256 << 20
 _COPIED_BYTES = 64 << 20
+_PIECE_BYTES = 8 << 20
 _WIDTH = 2048
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def refuse_memory() -> None:
+    """CapacityError where machine or control group leave this process too little to measure in."""
+    if (available := host_available_bytes()) < LEAST_HOST_BYTES:
+        raise CapacityError(
+            f"measuring takes {format_bytes(LEAST_HOST_BYTES)} of host memory, {format_bytes(available)} are free",
+            hint="measure while less is running, or with a larger memory limit",
+        )
+
+
+def refuse_folder(folder: Path) -> None:
+    """OSError where `folder` cannot be written, or has no room for the file that the disk is measured with."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".overspill-bench-") as file:
+        file.write(bytes(1))
+        if shutil.disk_usage(folder).free < DISK_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def host_room_bytes() -> int:
+    """What is measured in: BEYOND_CACHES_BYTES, or a quarter of what the host leaves this process."""
+    return min(BEYOND_CACHES_BYTES, host_available_bytes() // 4)
+
+
+def _device_room_bytes(device: Device) -> int:
+    """The same of a device; all but a GPU's memory is the host's."""
+    host_bytes = BEYOND_CACHES_BYTES if device.kind == "cuda" else host_room_bytes()
+    return max(32 << 20, min(host_bytes, device.memory_bytes // 4))
 
 
 def products(device: Device) -> tuple[dict[str, float], dict[str, float]]:
@@ -40,7 +76,7 @@ def products(device: Device) -> tuple[dict[str, float], dict[str, float]]:
     Takes up to BEYOND_CACHES_BYTES of the device's memory, for matrices of 2048 by 2048, used one after the other.
     """
     reading, computing = {}, {}
-    room_bytes = max(32 << 20, min(BEYOND_CACHES_BYTES, device.memory_bytes // 4))
+    room_bytes = _device_room_bytes(device)
     block = device.allocate(room_bytes, "weights")
     for name, dtype in _DTYPES.items():
         nbytes = _WIDTH * _WIDTH * dtype.itemsize
@@ -104,7 +140,7 @@ def beside_reads(device: Device, folder: Path) -> float:
 def _beside(device: Device, other: Callable[[], object]) -> tuple[float, float]:
     """(how many times as long products take beside `other`, done again and again; the seconds of each `other`)."""
     nbytes = _WIDTH * _WIDTH * 2
-    block = device.allocate(max(nbytes, min(BEYOND_CACHES_BYTES, device.memory_bytes // 8)), "weights")
+    block = device.allocate(max(nbytes, _device_room_bytes(device) // 2), "weights")
     matrices = [
         block.data[at : at + nbytes].view(torch.bfloat16).view(_WIDTH, _WIDTH)
         for at in range(0, len(block.data) - nbytes + 1, nbytes)
@@ -136,7 +172,7 @@ def _beside(device: Device, other: Callable[[], object]) -> tuple[float, float]:
 def experts_on_cpu() -> tuple[float, float]:
     """(bytes a second for one token, operations a second for many) of bfloat16 experts by the CPU's kernels."""
     hidden, intermediate = 2048, 768
-    count = max(8, BEYOND_CACHES_BYTES // (3 * hidden * intermediate * 2))
+    count = max(8, host_room_bytes() // (3 * hidden * intermediate * 2))
     nbytes = count * 3 * hidden * intermediate * 2
     memory = map_memory(nbytes).view(torch.bfloat16)
     memory.fill_(0.01)
@@ -167,12 +203,13 @@ def experts_on_cpu() -> tuple[float, float]:
     return one, many
 
 
-def disk(folder: Path, sizes: Sequence[int] = (512 << 10, 4 << 20), nbytes: int = 256 << 20) -> dict[int, float]:
+def disk(folder: Path, sizes: Sequence[int] = (512 << 10, 4 << 20)) -> dict[int, float]:
     """Bytes a second that reading past the page cache reaches in `folder`, four requests in flight, by request size.
 
-    Writes a file of `nbytes` there for the while. Raises OSError.
+    Writes a file of up to DISK_BYTES there for the while, and takes as much memory. Raises OSError.
     """
     found = {}
+    nbytes = max(1, min(DISK_BYTES, host_room_bytes()) // _PIECE_BYTES) * _PIECE_BYTES
     with _written_file(folder, nbytes) as path:
         into = memoryview(_array_of(map_memory(nbytes)))
         for size in sizes:
@@ -190,7 +227,7 @@ def disk(folder: Path, sizes: Sequence[int] = (512 << 10, 4 << 20), nbytes: int 
 def _written_file(folder: Path, nbytes: int) -> Iterator[Path]:
     """A file of `nbytes` that is on the disk and not in the page cache, for the while."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".overspill-bench-") as file:
-        piece = os.urandom(8 << 20)
+        piece = os.urandom(_PIECE_BYTES)
         for _ in range(nbytes // len(piece)):
             file.write(piece)
         file.flush()

@@ -8,12 +8,17 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from overspill.errors import CheckpointError
 from overspill.machine.device import Device
-from overspill.machine.rates import fingerprint, machine_folder
+from overspill.machine.rates import OTHER_WAYS, fingerprint, machine_folder
 
 KEPT = 200
+
+StepSeconds = Annotated[float, Field(ge=1e-12, le=1e9, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -22,13 +27,16 @@ class Observed:
 
     architecture: str
     way: str
-    forecast_s: float
-    measured_s: float
+    forecast_s: StepSeconds
+    measured_s: StepSeconds
     at: str
 
     @property
     def ratio(self) -> float:
         return self.measured_s / self.forecast_s
+
+
+_OBSERVED = TypeAdapter(Observed)
 
 
 def remember(device: Device, architecture: str, way: str, *, forecast_s: float, measured_s: float) -> Observed:
@@ -48,16 +56,17 @@ def remember(device: Device, architecture: str, way: str, *, forecast_s: float, 
 
 
 def observations(device: Device) -> list[Observed]:
-    """What was kept of this machine and device, the oldest first. Lines that cannot be read are passed over."""
+    """What was kept of this machine and device, the oldest first. Lines that cannot be read, and steps that
+    took no time or no number of seconds, are passed over."""
     try:
-        lines = _path(device).read_text().splitlines()
+        lines = _path(device).read_text(errors="replace").splitlines()
     except OSError:
         return []
     found = []
     for line in lines:
         try:
-            found.append(Observed(**json.loads(line)))
-        except (ValueError, TypeError):
+            found.append(_OBSERVED.validate_json(line, strict=True))
+        except ValidationError:
             continue
     return found
 
@@ -75,6 +84,12 @@ def correction(found: Sequence[Observed], architecture: str, way: str) -> tuple[
         if some:
             return median(o.ratio for o in some), f"{len(some)} run{'s' * (len(some) != 1)} {what}"
     return None
+
+
+def corrections(found: Sequence[Observed], architecture: str) -> dict[str, tuple[float, str]]:
+    """`correction` for each way that was run, and for all others; empty without a run."""
+    ways = {*(o.way for o in found), *([OTHER_WAYS] if found else [])}
+    return {way: told for way in ways if (told := correction(found, architecture, way)) is not None}
 
 
 def _path(device: Device) -> Path:

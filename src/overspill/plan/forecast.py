@@ -55,8 +55,9 @@ class Forecast:
 
 def forecast(plan: Plan, rates: Rates) -> Forecast:
     """What `plan` takes on a machine of these rates: batches of 1 to 256, and a prompt of up to 512 tokens."""
+    times, runs = rates.correction(", ".join(plan.ways))
     return Forecast(
-        rates.origin,
+        f"{rates.origin}, corrected by {times:.2f} ({runs})" if runs else rates.origin,
         tuple(decode_forecast(plan, rates, sequences) for sequences in BATCHES),
         prompt_forecast(plan, rates),
     )
@@ -106,7 +107,9 @@ def pass_forecast(
         CPU: sum(turn.cpu_s for turn in work),
         DISK: sum(turn.disk_s for turn in work) + copied_s[DISK],
     }
-    seconds = pass_seconds(turns, ring, copies)
+    times, _ = rates.correction(", ".join(plan.ways))
+    parts = {name: times * seconds for name, seconds in parts.items()}
+    seconds = times * pass_seconds(turns, ring, copies)
     return PassForecast(tokens, seconds, parts, max(parts, key=lambda name: parts[name]))
 
 
@@ -243,8 +246,7 @@ def _link(plan: Plan, rates: Rates) -> Link | None:
     link = plan.step.link
     if link is None:
         return None
-    bandwidth = min(link.bandwidth, rates.copy_bytes_s or link.bandwidth) / rates.link_times
-    return replace(link, bandwidth=bandwidth, latency_s=link.latency_s * rates.link_times)
+    return replace(link, bandwidth=min(link.bandwidth, rates.copy_bytes_s or link.bandwidth))
 
 
 def _disk_bytes_s(rates: Rates) -> float:

@@ -1,0 +1,91 @@
+"""What measuring makes of its clocks, and what it takes of the machine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import PretrainedConfig
+
+from overspill import bench
+from overspill.bench import measure_machine
+from overspill.errors import CapacityError
+from overspill.machine import measure
+from overspill.machine.arena import map_memory
+from overspill.machine.cpu import CpuDevice
+from overspill.machine.device import Link
+from overspill.machine.emulated import EmulatedDevice
+
+_MIB = 1 << 20
+_EXPERT_BYTES = 3 * 2048 * 768 * 2
+
+
+class Ticking(CpuDevice):
+    """Whatever it does takes a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._clock = itertools.count()
+
+    def timed(self) -> float:
+        return float(next(self._clock))
+
+
+@pytest.fixture
+def leave(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    def left(nbytes: int) -> None:
+        monkeypatch.setattr(measure, "host_available_bytes", lambda: nbytes)
+
+    return left
+
+
+def test_rates_are_all_that_was_read_or_computed_in_a_second(
+    leave: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(measure, "map_memory", lambda nbytes: (taken.append(nbytes), map_memory(nbytes))[1])
+    leave(384 * _MIB)  # a quarter: six matrices of float32, twelve of sixteen bits, ten experts
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    clock = itertools.count()
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    reading, computing = measure.products(Ticking())
+    assert reading == dict.fromkeys(("float32", "bfloat16", "float16"), 96 * _MIB)
+    assert computing == dict.fromkeys(reading, 2 * 256 * 2048 * 2048)
+    assert measure.experts_on_cpu() == (8 * _EXPERT_BYTES, 256 * 2 * _EXPERT_BYTES)
+    assert measure.disk(tmp_path, sizes=(4 * _MIB,)) == {4 * _MIB: 96 * _MIB}
+    assert taken == [10 * _EXPERT_BYTES, 96 * _MIB]
+
+
+def test_overheads_are_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step_seconds(device: object, config: PretrainedConfig, document: object) -> float:
+        experts = 5.0 if hasattr(config, "num_experts") else 0.0
+        return 7.0 + config.num_hidden_layers * (2.0 + experts)
+
+    monkeypatch.setattr(bench, "_step_seconds", step_seconds)
+    device = EmulatedDevice(_MIB, Link(5e9, 1e-5, measured=False))
+    assert bench._overhead_seconds(device) == (2.0, 7.0)
+    assert bench._expert_layer_seconds(device, 2.0, 7.0) == {"device": 7.0, "cpu": 7.0, "slots": 7.0}
+
+
+def test_no_more_is_taken_than_a_share_of_what_is_left(leave: Callable[[int], None], tmp_path: Path) -> None:
+    leave(1 << 50)
+    assert measure.host_room_bytes() == measure.BEYOND_CACHES_BYTES
+    leave(600 * _MIB)
+    assert measure.host_room_bytes() == 150 * _MIB
+    for device in (CpuDevice(), EmulatedDevice(1 << 40, Link(5e9, 1e-5, measured=False))):
+        assert measure._device_room_bytes(device) == 150 * _MIB
+    leave(measure.LEAST_HOST_BYTES - 1)
+    told: list[str] = []
+    with pytest.raises(CapacityError, match="measuring takes 512"):
+        measure_machine(CpuDevice(), tmp_path, told.append)
+    assert not told
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured() -> None:
+    told: list[str] = []
+    with pytest.raises(OSError, match="/proc"):
+        measure_machine(CpuDevice(), Path("/proc"), told.append)
+    assert not told
