@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import typer
-from audit_logs import LOGS, text_of
+from audit_logs import LOGS, text_of, under
 from typer.testing import CliRunner
 
-from overspill.audit.process import ProcessMemory, findings, measure
+from overspill.audit.process import ProcessMemory, findings, measure, tightest
 from overspill.audit.records import Line
 from overspill.cli.audit import command
 from overspill.errors import OverspillError
@@ -120,8 +124,8 @@ def test_what_is_not_judged_is_said() -> None:
 def test_json_has_a_stable_form() -> None:
     result = run(log("vllm-not-needed"), "--json")
     told = json.loads(result.out)
-    assert list(told) == ["log", "engine", "version", "starts", "asked", "happened", "findings", "unjudged"]
-    assert (told["engine"], told["version"], told["starts"]) == ("vllm", "0.29.0", 1)
+    assert list(told) == ["log", "server", "engine", "version", "starts", "asked", "happened", "findings", "unjudged"]
+    assert (told["server"], told["engine"], told["version"], told["starts"]) == (None, "vllm", "0.29.0", 1)
     ranks = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), 1.0)
     budget = {"cpu_offload_gb": 12.0, "gpu_memory_utilization": 0.9}
     assert told["asked"] == {"model": "Qwen/Qwen3-14B", **budget, **ranks}
@@ -179,6 +183,32 @@ def test_a_file_that_cannot_be_read_ends_with_3(tmp_path: object) -> None:
     assert run(tmp_path).code == 3
 
 
+def test_a_file_that_cannot_be_read_does_not_hide_the_others() -> None:
+    result = run(log("vllm-healthy"), "missing.log", log("llama-no-gpu"))
+    assert result.code == 3
+    assert "[flag-ignored]" in result.out
+    assert "missing.log cannot be read" in result.error
+    assert f"1 finding in {log('llama-no-gpu')}" in result.error
+
+
+@pytest.mark.parametrize("packed", [gzip.compress(b"x"), lzma.compress(b"x"), bz2.compress(b"x")])
+def test_a_compressed_log_is_named_as_such(packed: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a log.gz"
+    path.write_bytes(packed)
+    result = run(path)
+    assert result.code == 3
+    assert f"the log {path} is compressed" in result.error
+    assert f"cat '{path}' | overspill audit -" in result.error
+
+
+def test_a_process_belongs_to_one_server(tmp_path: Path) -> None:
+    path = tmp_path / "two.log"
+    path.write_text(under("vllm-1  | ", text_of("vllm-healthy")) + under("llama-1  | ", text_of("llama-healthy")))
+    result = run(path, "--pid", os.getpid())
+    assert result.code == 2
+    assert "2 servers wrote to" in result.error
+
+
 def test_the_memory_of_a_process_and_its_children(server: subprocess.Popen[str]) -> None:
     memory = measure(server.pid)
     assert memory.processes == 2
@@ -225,6 +255,18 @@ def test_memory_that_exceeds_what_the_log_counts() -> None:
     assert "1.90 times" in over.why
     assert not list(findings(_held(VmRSS=24 * GIB, RssFile=2 * GIB), 20.0 * GIB, [line]))
     assert not list(findings(_held(VmRSS=40 * GIB), 0.0, []))
+
+
+@pytest.mark.parametrize(("held_gib", "processes", "found"), [(13, 1, 0), (14, 1, 1), (14, 2, 0)])
+def test_what_a_process_takes_beside_weights_is_allowed_for(held_gib: int, processes: int, found: int) -> None:
+    memory = replace(_held(VmRSS=held_gib * GIB), processes=processes)
+    assert len(list(findings(memory, 10.0 * GIB, []))) == found
+
+
+def test_a_limit_beyond_the_memory_of_the_machine_is_none() -> None:
+    none = (9223372036854771712, 5 * GIB)
+    assert tightest([none], 64 * GIB) == (None, None)
+    assert tightest([none, (32 * GIB, GIB), (48 * GIB, 47 * GIB)], 64 * GIB) == (48 * GIB, 47 * GIB)
 
 
 def test_swap_and_a_limit_that_is_near() -> None:

@@ -128,6 +128,25 @@ def test_a_deficit_with_dense_weights_alone_is_evidence_of_the_fit(tmp_path: Pat
     assert line in the(audit_text(text, tmp_path), "fit-gave-up").evidence[0].text
 
 
+@pytest.mark.parametrize(("free", "found"), [(11400, False), (11600, True)])
+def test_what_the_fit_leaves_free_is_not_free(free: int, found: bool, tmp_path: Path) -> None:
+    """10480 MiB are on the host; 1024 are left free on a device."""
+    text = text_of("llama-not-needed").replace("24082 = 14022", f"24082 = {free}")
+    assert ("offload-not-needed" in ids(audit_text(text, tmp_path))) == found
+
+
+@pytest.mark.parametrize(("least", "found"), [("4200.00", False), ("3900.00", True)])
+def test_devices_are_uneven_from_half_on(least: str, found: bool, tmp_path: Path) -> None:
+    text = text_of("llama-uneven").replace(" 1900.00", f" {least}")
+    assert ("devices-uneven" in ids(audit_text(text, tmp_path))) == found
+
+
+def test_a_process_that_starts_again_before_it_loaded_is_a_new_start(tmp_path: Path) -> None:
+    """Its command belongs before a line that was given, though no command was."""
+    again = audit_text("0.00.1 I srv init: build_info: b9999-0123456\n" + text_of("llama-healthy"), tmp_path)
+    assert (again.starts, again.asked) == (2, audited("llama-healthy").asked)
+
+
 def test_layers_asked_for_and_none_on_the_gpu(tmp_path: Path) -> None:
     text = text_of("llama-whole-layers").replace("offloaded 20/49", "offloaded 0/49")
     assert the(audit_text(text, tmp_path), "flag-ignored").severity == "error"
@@ -136,12 +155,13 @@ def test_layers_asked_for_and_none_on_the_gpu(tmp_path: Path) -> None:
 
 
 def test_the_breakdown_of_the_fit_is_no_measure_of_what_is_free(tmp_path: Path) -> None:
-    line = "|   - CUDA0 (RTX 4090)   | 24082 = 23650 + (12110 = 10742 +    1068 +     300) + 17592186032737 |"
-    text = text_of("llama-whole-layers").replace("|   - CUDA0 (RTX 4090)   | 24082 =  4022", "|   - none | 1 = 1")
-    assert "24082 =  4022" not in text
-    assert ids(audit_text(f"{text}common_memory_breakdown_print: {line}\n", tmp_path)) == {
-        "whole-layers-on-cpu": "warning"
-    }
+    row = "common_memory_breakdown_print: |   - CUDA0 (RTX 4090)   | 24082 = 23650 + (400 = 400 + 0 + 0) + 32 |\n"
+    lines = [line for line in text_of("llama-whole-layers").splitlines(keepends=True) if "breakdown" not in line]
+    begin = next(number for number, line in enumerate(lines) if "loading model tensors" in line)
+    draft = "loading draft model 'd.gguf'\nload_tensors:        CUDA0 model buffer size =   200.94 MiB\n"
+    for tried in ("".join([*lines[:begin], row, *lines[begin:]]), "".join(lines) + row + draft):
+        assert ids(audit_text(tried, tmp_path)) == {"whole-layers-on-cpu": "warning"}
+    assert "offload-not-needed" in ids(audit_text("".join(lines) + row, tmp_path))
 
 
 @pytest.mark.parametrize(

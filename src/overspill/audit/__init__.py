@@ -15,9 +15,10 @@ from overspill.audit import (
 )
 from overspill.audit.lines import lines_of, opened
 from overspill.audit.llama_facts import host_mib
-from overspill.audit.patterns import scan
 from overspill.audit.process import ProcessMemory
 from overspill.audit.records import Audit, Facts, Finding, Line, Value
+from overspill.audit.scan import Scan, scan
+from overspill.errors import ConfigError
 
 __all__ = ["Audit", "Finding", "Line", "audit_log"]
 
@@ -25,16 +26,26 @@ VLLM_PARTS = (vllm_findings, vllm_prefetch, vllm_memory)
 _SEVERITIES = ("error", "warning", "note")
 
 
-def audit_log(name: str, *, memory: ProcessMemory | None = None) -> Audit:
-    """The verdict on the log `name` ("-" for stdin), with the memory of its process where that is given.
+def audit_log(name: str, *, memory: ProcessMemory | None = None) -> list[Audit]:
+    """The verdicts on the servers that wrote to the log `name` ("-" for stdin), at least one.
 
-    CheckpointError where the log cannot be read.
+    With the memory of the process of the only one, where that is given. CheckpointError where the log cannot be read,
+    ConfigError where the memory is given and several servers are in the log.
     """
     with opened(name) as text:
-        found = scan(lines_of(text), (vllm_log.ENGINE, llama_log.ENGINE))
-    if found is None:
-        return _unknown(name)
-    facts, is_vllm = found.facts, found.engine is vllm_log.ENGINE
+        servers = scan(lines_of(text), (vllm_log.ENGINE, llama_log.ENGINE))
+    if memory is not None and len(servers) > 1:
+        raise ConfigError(
+            f"--pid {memory.pid} was given, and {len(servers)} servers wrote to {name}",
+            hint="give the log of that process alone (docker compose logs SERVICE, kubectl logs POD)",
+        )
+    if not servers:
+        return [_unknown(name)]
+    return [_verdict(name, one, one.source or None if len(servers) > 1 else None, memory) for one in servers]
+
+
+def _verdict(name: str, server: Scan, source: str | None, memory: ProcessMemory | None) -> Audit:
+    facts, is_vllm = server.facts, server.engine is vllm_log.ENGINE
     if is_vllm:
         findings = [one for part in VLLM_PARTS for one in part.findings(facts)]
         happened, unjudged = summary.vllm(facts), summary.vllm_unjudged(facts)
@@ -46,7 +57,8 @@ def audit_log(name: str, *, memory: ProcessMemory | None = None) -> Audit:
         happened |= _measured(memory)
     findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
     asked = {setting: held.value for setting, held in facts.asked.items()}
-    return Audit(name, found.engine.name, facts.version, asked, happened, tuple(findings), unjudged, facts.starts)
+    engine = server.engine.name
+    return Audit(name, source, engine, facts.version, asked, happened, tuple(findings), unjudged, facts.starts)
 
 
 def _unknown(name: str) -> Audit:
@@ -58,7 +70,7 @@ def _unknown(name: str) -> Audit:
         "said of it.",
         "give the server's own output from its start (both stdout and stderr), of vLLM 0.27 to 0.33 or llama.cpp",
     )
-    return Audit(name, None, None, {}, {}, (nothing,), (), 0)
+    return Audit(name, None, None, None, {}, {}, (nothing,), (), 0)
 
 
 def _offloaded(facts: Facts, is_vllm: bool) -> tuple[float, list[Line]]:

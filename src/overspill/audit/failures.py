@@ -30,7 +30,17 @@ def told(facts: Facts, failures: Sequence[Failure]) -> Iterator[Finding]:
 
 def start_incomplete(facts: Facts, judged: bool) -> Iterator[Finding]:
     """A log that ends before anything can be judged is no healthy one."""
-    if not judged and facts.last_line is not None:
+    ready = facts.last("ready")
+    if not judged and ready is not None:
+        yield Finding(
+            "nothing-to-judge",
+            "warning",
+            (ready.line,),
+            "the server is ready, and no line says what it loaded, so what was asked for cannot be held against what "
+            "happened.",
+            "give the whole log of the start, at the level of INFO (VLLM_LOGGING_LEVEL, -lv)",
+        )
+    elif not judged and facts.last_line is not None:
         yield Finding(
             "start-incomplete",
             "warning",

@@ -13,9 +13,14 @@ LONGEST_PATTERN = 200
 
 
 def weights_mib(facts: Facts) -> Counter[str]:
-    """MiB of weights in each buffer. The fit's trial loads, whose buffers are empty, add nothing."""
+    """MiB of the model's weights in each buffer; those of a draft model are not in it."""
+    return held_mib(facts, "weights")
+
+
+def held_mib(facts: Facts, kind: str) -> Counter[str]:
+    """MiB in each buffer. The fit's trial loads, whose buffers are empty, add nothing."""
     held: Counter[str] = Counter()
-    for hit in facts.all("weights"):
+    for hit in facts.all(kind):
         mib = hit.number("mib")
         if mib > 0:
             held[hit.label] += mib  # type: ignore[assignment]

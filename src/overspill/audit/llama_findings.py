@@ -36,7 +36,8 @@ def _lines(*hits: Hit | None) -> list[Hit]:
 
 
 def _out_of_memory(facts: Facts) -> Iterator[Finding]:
-    device, host = facts.first("device_oom"), facts.first("host_oom")
+    device = facts.fatal("device_oom", "ready", "compute", "draft_compute")
+    host = facts.fatal("host_oom", "ready")
     if device is not None:
         gave_up = facts.first("fit_failed")
         yield Finding(
@@ -160,13 +161,10 @@ def _whole_layers(facts: Facts) -> Iterator[Finding]:
 def _not_needed(facts: Facts) -> Iterator[Finding]:
     """Weights on the host beside as much free memory on the devices, as the memory breakdown counts it at the end.
 
-    The fit prints breakdowns too, of what it tries: there what is free and what would be taken exceed the total.
+    The fit prints breakdowns too, of what it tries before anything is loaded.
     """
-    latest = {
-        hit.label: hit
-        for hit in facts.all("breakdown")
-        if hit.number("free") + hit.number("own") <= hit.number("total")
-    }
+    loaded = [hit for hit in facts.all("weights", "draft_weights") if hit.number("mib") > 0]
+    latest = {hit.label: hit for hit in facts.all("breakdown") if loaded and hit.line.follows(loaded[-1].line)}
     layers, held = facts.last("layers"), host_mib(facts)
     partly = layers is not None and 0 < layers.number("on_gpu") < layers.number("layers")
     if not latest or not (partly or cpu_override_asked(facts) or facts.first("mmap_override", "override")):

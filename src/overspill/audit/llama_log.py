@@ -13,6 +13,8 @@ TABLE = (
     pattern("build", "build: ", r"\bbuild: (?P<version>\d{1,9} \(\w{1,40}\))"),
     pattern("build_print", "print_info: build ", r"print_info: build (?P<version>\d{1,9} \(\w{1,40}\))"),
     pattern("loading", "loading model '", r"loading model '(?P<path>[^']{1,400})'"),
+    pattern("draft", "loading draft model '"),
+    pattern("draft", "creating MTP draft context"),
     pattern(
         "device", "using device ", r"using device (?P<label>\w{1,40}) \(.{1,200}? - (?P<free_mib>\d{1,9}) MiB free"
     ),
@@ -45,8 +47,7 @@ TABLE = (
     pattern(
         "breakdown",
         "memory_breakdown_print: |   - ",
-        r"\|   - (?P<label>\w{1,40}) .{0,120}?\|\s*"
-        r"(?P<total>\d{1,12})\s*=\s*(?P<free>\d{1,12})\s*\+\s*\(\s*(?P<own>\d{1,12})",
+        r"\|   - (?P<label>\w{1,40}) .{0,120}?\|\s*\d{1,12}\s*=\s*(?P<free>\d{1,12})\s*\+\s*\(",
     ),
     pattern("mlock_failed", "failed to mlock"),
     pattern("pin_failed", "of pinned memory", r"failed to allocate (?P<mib>[0-9.]{1,20}) MiB of pinned memory"),
@@ -93,7 +94,10 @@ ENGINE = Engine(
     TABLE,
     starts={"command": 0, "build_info": 1, "build": 1, "build_print": 1, "loading": 2},
     command_literal="llama-",
-    command=re.compile(r"[^\[\](){}:]{0,200}?\bllama-(?:server|cli|bench|completion)\s+-"),
+    command=re.compile(r"[^\[\](){}:]{0,200}?\bllama-(?:server|cli|bench|completion)(?:\.exe)?\s+-"),
     flags=FLAGS,
     asked_kinds=("command",),
+    anyones={"device_oom", "host_oom", "ready"},
+    once=("mmap_override",),
+    models={"architecture", "experts", "file_size", "load_mode", "layers", "weights", "kv", "compute", "override"},
 )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-from overspill.audit.records import Facts, Hit, Line, Setting, Value
+from overspill.audit.records import Value
 
 _QUOTED = re.compile(r"'([^']{1,500})'|\"([^\"]{1,500})\"")
-_ENOUGH, _LOOK_EVERY = 8, 256
-_WRITER = re.compile(r"\((\w{1,64}) pid=\d{1,9}\)")
 
 
 @dataclass(frozen=True)
@@ -33,15 +32,18 @@ class Flag:
     kind: type[float] | type[str] | type[bool] | type[list[str]]
     regex: re.Pattern[str]
 
-    def read(self, text: str, *, last: bool) -> Value | None:
-        """The value in the text: of several the last, as on a command line, or the first, as in a dump."""
+    def read(self, text: str, *, last: bool) -> tuple[Value, int] | None:
+        """The value in the text, and where: of several the last, as on a command line, or the first, as in a dump."""
         matches = list(self.regex.finditer(text))
         if not matches:
             return None
+        match = matches[-1 if last else 0]
+        value = self._value(_found(match), matches)
+        return (value, match.start()) if value is not None else None
+
+    def _value(self, found: str, matches: Sequence[re.Match[str]]) -> Value | None:
         if self.kind is list:
-            words = [word for match in matches for word in _words(_found(match))]
-            return words or None
-        found = _found(matches[-1 if last else 0])
+            return [word for match in matches for word in _words(_found(match))] or None
         if self.kind is bool:
             return found not in ("False", "0")
         if self.kind is float:
@@ -65,7 +67,9 @@ class Engine:
     """How one engine's log is read.
 
     `starts` are the kinds that begin a start, each with its stage; `command` matches the engine's command line, which
-    has `command_literal` in it.
+    has `command_literal` in it. Kinds of `anyones` are lines that other programs write as well. Those of `once` are
+    written once in a process, however often it loads. After a line of kind "draft" those of `models` are of a second
+    model.
     """
 
     name: str
@@ -74,80 +78,11 @@ class Engine:
     command_literal: str
     command: re.Pattern[str]
     flags: Sequence[Flag]
-    asked_kinds: Sequence[str] = ()
+    asked_kinds: Sequence[str]
+    anyones: Collection[str]
+    once: Collection[str] = ()
+    models: Collection[str] = ()
 
-
-@dataclass
-class Scan:
-    """One engine's reading of a log. Only the last start counts."""
-
-    engine: Engine
-    facts: Facts = field(default_factory=Facts)
-    known: int = 0
-    _begun: dict[tuple[str, str], int] = field(default_factory=dict)
-
-    def feed(self, line: Line) -> None:
-        text = line.text
-        self.facts.last_line = line
-        if self.engine.command_literal in text and self.engine.command.match(text):
-            self._take("command", Hit(line, "", {}))
-        for row in self.engine.table:
-            if row.literal in text:
-                match = row.regex.search(text) if row.regex is not None else None
-                if row.regex is None or match is not None:
-                    groups = {name: value for name, value in match.groupdict().items() if value} if match else {}
-                    self._take(row.kind, Hit(line, groups.get("label", "") or _writer(text), groups))
-
-    def _take(self, kind: str, hit: Hit) -> None:
-        self.known += 1
-        if kind in self.engine.starts:
-            self._begin(kind, hit)
-        self.facts.add(kind, hit)
-        asked = self.facts.asked
-        if "version" in hit.groups:
-            self.facts.version = hit.groups["version"].removeprefix("v")
-        if kind in self.engine.asked_kinds:
-            command = kind == "command"
-            for flag in self.engine.flags:
-                value = flag.read(hit.line.text, last=command)
-                if value is not None and (command or kind != self.engine.asked_kinds[-1] or flag.name not in asked):
-                    asked[flag.name] = Setting(value, hit.line)
-
-    def _begin(self, kind: str, hit: Hit) -> None:
-        """A sign of a start that this start has given already, or that belongs before one it has given, is a new one.
-
-        One of the last stage comes of the same process, which was asked for the same as before.
-        """
-        stage = self.engine.starts[kind]
-        if (kind, hit.label) in self._begun or any(stage < later for later in self._begun.values()):
-            same_process = stage == max(self.engine.starts.values())
-            before = self.facts
-            self.facts = Facts(starts=before.starts, last_line=hit.line)
-            if same_process:
-                self.facts.asked, self.facts.version = before.asked, before.version
-            self._begun = {}
-        if not self._begun:
-            self.facts.starts += 1
-        self._begun[kind, hit.label] = stage
-
-
-def scan(lines: Iterable[Line], engines: Sequence[Engine]) -> Scan | None:
-    """The reading of the engine that knows most of the lines; None where none knows any.
-
-    Once one engine has known enough of them, and no other any, the others look no further.
-    """
-    scans = [Scan(engine) for engine in engines]
-    for line in lines:
-        for one in scans:
-            one.feed(line)
-        if len(scans) > 1 and line.number is not None and line.number % _LOOK_EVERY == 0:
-            known = [one for one in scans if one.known]
-            scans = known if len(known) == 1 and known[0].known >= _ENOUGH else scans
-    best = max(scans, key=lambda one: one.known)
-    return best if best.known else None
-
-
-def _writer(text: str) -> str:
-    """The last of "(Worker pid=312) (Worker_TP0 pid=312)"; both stand before the message."""
-    names = _WRITER.findall(text[:200])
-    return str(names[-1]) if names else ""
+    @cached_property
+    def start_rows(self) -> Sequence[Pattern]:
+        return [row for row in self.table if row.kind in self.starts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,8 +63,14 @@ def measure(pid: int) -> ProcessMemory:
     for child in pids[1:]:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             _add(fields, child)
-    limit, used = min(group_limits(pid), key=lambda pair: pair[0] - pair[1], default=(None, None))
+    limit, used = tightest(group_limits(pid), psutil.virtual_memory().total)
     return ProcessMemory(pid, len(pids), fields, limit, used)
+
+
+def tightest(limits: Iterable[tuple[int, int]], total_bytes: int) -> tuple[int, int] | tuple[None, None]:
+    """The limit and use of which least is left. One beyond the machine's memory limits nothing: 2^63 means none."""
+    real = [pair for pair in limits if pair[0] < total_bytes]
+    return min(real, key=lambda pair: pair[0] - pair[1], default=(None, None))
 
 
 def findings(memory: ProcessMemory, offloaded_bytes: float, evidence: Sequence[Line]) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Severity = Literal["error", "warning", "note"]
@@ -19,11 +19,20 @@ class Line:
 
     number: int | None
     text: str
+    source: str = field(default="", compare=False)
+    """The container, pod or program that the log names before the text."""
+    at: int = field(default=0, compare=False)
+    """Where in a long text the evidence is."""
+
+    def follows(self, other: Line) -> bool:
+        return (self.number or 0) > (other.number or 0)
 
     @property
     def quoted(self) -> str:
         text = self.text.strip()
-        return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}…"
+        begin = self.at - LONGEST_QUOTE // 2 if self.at > LONGEST_QUOTE * 3 // 4 else 0
+        told = text[begin : begin + LONGEST_QUOTE]
+        return f"{'…' if begin else ''}{told}{'…' if begin + len(told) < len(text) else ''}"
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,7 @@ class Setting:
 
     value: Value
     line: Line
+    at: int = 0
 
 
 @dataclass
@@ -54,6 +64,7 @@ class Facts:
     asked: dict[str, Setting] = field(default_factory=dict)
     hits: dict[str, list[Hit]] = field(default_factory=dict)
     starts: int = 0
+    first_line: Line | None = None
     last_line: Line | None = None
 
     def add(self, kind: str, hit: Hit) -> None:
@@ -61,6 +72,11 @@ class Facts:
         if len(held) == KEPT_HITS:
             held.pop()
         held.append(hit)
+
+    def fatal(self, kind: str, *survived: str) -> Hit | None:
+        """The first of this kind after which no line of the kinds `survived` came: what went on was not ended by it."""
+        ends = [hit.line for hit in map(self.last, survived) if hit is not None]
+        return next((hit for hit in self.all(kind) if not any(end.follows(hit.line) for end in ends)), None)
 
     def all(self, *kinds: str) -> list[Hit]:
         return [hit for kind in kinds for hit in self.hits.get(kind, [])]
@@ -84,7 +100,8 @@ class Facts:
 
     def asked_lines(self, *names: str) -> tuple[Line, ...]:
         """Where the log shows these settings, each line once."""
-        return unique(self.asked[name].line for name in names if name in self.asked)
+        held = [self.asked[name] for name in names if name in self.asked]
+        return unique(replace(setting.line, at=setting.at) for setting in held)
 
 
 @dataclass(frozen=True)
@@ -98,9 +115,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """The verdict on one log. `unjudged` says what the log has no line for."""
+    """The verdict on one server of a log: which, where it is not the only one. `unjudged` says what has no line."""
 
     log: str
+    server: str | None
     engine: str | None
     version: str | None
     asked: Mapping[str, Value]

@@ -10,6 +10,7 @@ from overspill.audit.records import Audit, Finding, Value
 def as_json(audit: Audit) -> dict[str, object]:
     return {
         "log": audit.log,
+        "server": audit.server,
         "engine": audit.engine,
         "version": audit.version,
         "starts": audit.starts,
@@ -32,7 +33,7 @@ def as_json(audit: Audit) -> dict[str, object]:
 def as_lines(audit: Audit) -> Iterator[str]:
     name = "standard input" if audit.log == "-" else audit.log
     engine = f"{audit.engine} {audit.version or '(version not shown)'}" if audit.engine else "engine not known"
-    yield f"{name}: {engine}"
+    yield f"{name}{f', {audit.server}' if audit.server is not None else ''}: {engine}"
     if audit.starts > 1:
         yield f"  {audit.starts} starts in the log; this is the last"
     if audit.engine is not None:

@@ -33,9 +33,20 @@ def vllm(facts: Facts) -> dict[str, Value]:
 
 
 def vllm_unjudged(facts: Facts) -> tuple[str, ...]:
-    missing = []
+    missing = _kills(facts)
     if not facts.asked:
         missing.append('what was asked for: no "non-default args" line and no command line')
+    budget = vllm_facts.asked_uva_gib(facts) > 0 or facts.asked_number("offload_group_size") > 0
+    if budget and facts.first("offloader", "uva_bytes", "prefetch") is None:
+        if facts.version is None:
+            missing.append("whether the budget took effect: no line says which version of vLLM this is")
+        elif vllm_facts.older_than(facts.version, vllm_facts.OLDEST):
+            missing.append(
+                f"whether the budget took effect: vLLM {facts.version} is older than those whose lines are known "
+                f"(0.{vllm_facts.OLDEST} to 0.{vllm_facts.NEWEST})"
+            )
+    if vllm_facts.beyond(facts.version):
+        missing.append(f"what vLLM {facts.version} does otherwise than 0.{vllm_facts.NEWEST}: it is read as that")
     if facts.first("uva_bytes", "prefetch") is not None:
         if facts.first("kv_memory") is None:
             missing.append('whether the offload was needed: no "Available KV cache memory" line')
@@ -61,11 +72,10 @@ def llama(facts: Facts) -> dict[str, Value]:
         told["layers_on_gpu"] = f"{layers.groups['on_gpu']}/{layers.groups['layers']}"
     for device in facts.per_label("device").values():
         told[f"free_mib.{device.label}"] = device.number("free_mib")
-    for buffer, mib in llama_facts.weights_mib(facts).items():
-        told[f"weights_mib.{buffer}"] = round(mib, 2)
-    for kind in ("kv", "compute"):
-        for buffer, hit in facts.per_label(kind).items():
-            told[f"{kind}_mib.{buffer}"] = hit.number("mib")
+    for model in ("", "draft_"):
+        for kind in ("weights", "kv", "compute"):
+            for buffer, mib in llama_facts.held_mib(facts, model + kind).items():
+                told[f"{model}{kind}_mib.{buffer}"] = round(mib, 2)
     if facts.hits.get("override"):
         told["tensors_overridden"] = len({hit.groups["tensor"] for hit in facts.hits["override"]})
     if facts.first("fit_done", "fit_failed") is not None:
@@ -75,7 +85,7 @@ def llama(facts: Facts) -> dict[str, Value]:
 
 
 def llama_unjudged(facts: Facts) -> tuple[str, ...]:
-    missing = []
+    missing = _kills(facts)
     if not facts.asked:
         missing.append("what was asked for: llama.cpp does not log its flags, and no command line is in the log")
     tried = facts.first("override") is not None
@@ -85,3 +95,10 @@ def llama_unjudged(facts: Facts) -> tuple[str, ...]:
     if offloaded and facts.first("breakdown") is None:
         missing.append("whether the offload was needed: the memory breakdown is printed when the server ends")
     return tuple(missing)
+
+
+def _kills(facts: Facts) -> list[str]:
+    return [
+        f"whether line {hit.line.number} tells of this server's end: {hit.line.quoted}"
+        for hit in facts.all("unclaimed_kill")[:1]
+    ]

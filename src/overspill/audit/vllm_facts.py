@@ -14,6 +14,9 @@ _SPARSE = re.compile(
     r"moe|mixtral|deepseekv[2-9]|gptoss|kimi|grok|dbrx|jamba|minimax|glm4.?[5-9]|llama4|ernie4_5|bailing", re.I
 )
 _VERSION = re.compile(r"0\.(\d{1,3})")
+_NEWER = tuple("123456789")
+OLDEST, NEWEST = 27, 33
+"""Minor versions whose lines are known: in older ones a line that is missing proves nothing."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def selectors(facts: Facts, name: str) -> list[str]:
 
 
 def was_loaded(facts: Facts) -> bool:
-    return facts.first("loaded", "kv_memory", "ready") is not None
+    return facts.first("loaded", "kv_memory") is not None
 
 
 def is_sparse(facts: Facts) -> bool:
@@ -55,7 +58,12 @@ def is_sparse(facts: Facts) -> bool:
 def older_than(version: str | None, minor: int) -> bool:
     """Whether vLLM is older than 0.`minor`; an unknown version may be."""
     match = _VERSION.match(version or "")
-    return match is None or int(match[1]) < minor
+    return (match is None or int(match[1]) < minor) and not (version or "").startswith(_NEWER)
+
+
+def beyond(version: str | None) -> bool:
+    """Whether vLLM is newer than what is known."""
+    return not older_than(version, NEWEST + 1)
 
 
 def offloaded_gib(facts: Facts) -> float:
@@ -72,12 +80,25 @@ def host_gib(facts: Facts) -> float:
     return max((gib for gib in moved if gib == gib), default=0.0)
 
 
+def sharding(facts: Facts) -> int:
+    """Ranks that share one copy of the weights."""
+    asked = facts.asked_number("tensor_parallel_size", 1) * facts.asked_number("pipeline_parallel_size", 1)
+    return int(asked) if 1 <= asked <= 4096 else 1
+
+
 def ranks(facts: Facts) -> int:
     """Processes that offload: as many as said so, or as were asked for."""
     told = len(facts.per_label("uva_bytes")) or 1
-    asked = facts.asked_number("tensor_parallel_size", 1) * facts.asked_number("pipeline_parallel_size", 1)
-    asked *= facts.asked_number("data_parallel_size", 1)
-    return max(told, int(asked) if 1 <= asked <= 4096 else 1)
+    copies = facts.asked_number("data_parallel_size", 1)
+    return max(told, sharding(facts) * (int(copies) if 1 <= copies <= 4096 else 1))
+
+
+def checkpoint_gib(facts: Facts) -> float:
+    """What was read: of each file set once (a drafter may be in the model's own), by the writer that read most."""
+    sizes: dict[str, set[float]] = {}
+    for hit in facts.all("checkpoint"):
+        sizes.setdefault(hit.label, set()).add(hit.number("gib"))
+    return max((sum(held) for held in sizes.values()), default=0.0)
 
 
 def dead_selector(text: str, version: str | None) -> str | None:

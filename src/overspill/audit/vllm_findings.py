@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from overspill.audit.records import Facts, Finding, unique
 from overspill.audit.vllm_facts import (
+    OLDEST,
     asked_uva_gib,
     dead_selector,
     is_sparse,
@@ -26,6 +27,8 @@ def _flag_ignored(facts: Facts) -> Iterator[Finding]:
     moved = facts.first("uva_bytes", "prefetch")
     set_to = facts.last("offloader")
     if not (uva > 0 or group > 0) or moved is not None or not was_loaded(facts):
+        return
+    if set_to is None and older_than(facts.version, OLDEST):
         return
     if set_to is not None and set_to.groups["name"] != "NoopOffloader":
         return  # chosen, and found nothing to move: judged elsewhere

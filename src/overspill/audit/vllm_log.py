@@ -26,7 +26,7 @@ TABLE = (
         r"\(group_size=(?P<group>\d{1,9}), num_in_group=(?P<num>\d{1,9}), prefetch_step=(?P<step>\d{1,9})",
     ),
     pattern("checkpoint", "Checkpoint size: ", rf"Checkpoint size: (?P<gib>{_FIGURE}) GiB"),
-    pattern("ram", "Available RAM: ", rf"Available RAM: (?P<gib>{_FIGURE}) GiB"),
+    pattern("drafter", "Loading drafter model"),
     pattern("loaded", "Model loading took ", rf"Model loading took (?P<gib>{_FIGURE}) GiB"),
     pattern("kv_memory", "Available KV cache memory: ", rf"KV cache memory: (?P<gib>-?{_FIGURE}) GiB"),
     pattern(
@@ -129,4 +129,14 @@ ENGINE = Engine(
     command=re.compile(r"[^\[\](){}]{0,300}?(?:\bvllm serve\s+\S|-m vllm\.entrypoints\.openai\.api_server\b)"),
     flags=FLAGS,
     asked_kinds=("command", "args", "engine"),
+    anyones={
+        "device_oom",
+        "host_oom",
+        "ready",
+        "moe",
+        "wrong_device",
+        "pin_failed",
+        "unjoined",
+        "rebuilding",
+    },
 )

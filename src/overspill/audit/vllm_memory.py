@@ -6,7 +6,16 @@ from collections.abc import Iterator
 
 from overspill.audit.failures import start_incomplete, told
 from overspill.audit.records import Facts, Finding, unique
-from overspill.audit.vllm_facts import asked_uva_gib, host_gib, offloaded_gib, ranks, selectors, was_loaded
+from overspill.audit.vllm_facts import (
+    asked_uva_gib,
+    checkpoint_gib,
+    host_gib,
+    offloaded_gib,
+    ranks,
+    selectors,
+    sharding,
+    was_loaded,
+)
 from overspill.audit.vllm_failures import FAILURES
 
 LEAST_GIB = 0.5
@@ -29,7 +38,7 @@ def _offload_asked(facts: Facts) -> bool:
 
 
 def _out_of_memory(facts: Facts) -> Iterator[Finding]:
-    device = facts.first("device_oom")
+    device = facts.fatal("device_oom", "ready")
     if device is not None:
         rebuilding = facts.first("rebuilding")
         why = "the device ran out of memory. vLLM's advice at that point does not name the offload."
@@ -49,7 +58,7 @@ def _out_of_memory(facts: Facts) -> Iterator[Finding]:
             "a larger --cpu-offload-gb, a lower --gpu-memory-utilization or --max-model-len, or a checkpoint that is "
             "quantized already; `overspill plan` says what fits before anything is loaded",
         )
-    host = facts.first("host_oom")
+    host = facts.fatal("host_oom", "ready")
     if host is not None:
         why = "a process was killed, which is what the system does when host memory, or a control group's, runs out."
         if _offload_asked(facts):
@@ -101,18 +110,15 @@ def _rounded(facts: Facts) -> Iterator[Finding]:
         return
     count = ranks(facts)
     least, most = held * count, 2 * held * count
-    ram = facts.first("ram")
-    tight = ram is not None and most > ram.number("gib")
-    lines = [hit.line for hit in (facts.last("uva_bytes") or facts.last("prefetch"), ram if tight else None) if hit]
+    told = facts.last("uva_bytes") or facts.last("prefetch")
     yield Finding(
         "host-memory-rounded",
-        "warning" if tight else "note",
-        unique((*facts.asked_lines("tensor_parallel_size"), *lines)),
+        "note",
+        unique((*facts.asked_lines("tensor_parallel_size"), *([told.line] if told is not None else []))),
         f"{held:.2f} GiB on each of {count} rank{'s' if count > 1 else ''} is {least:.2f} GiB of weights, and "
         "takes up to "
         f"{most:.2f} GiB of host memory: each tensor is pinned by an allocator that rounds up to a power of two "
-        "(0.27 to 0.33; measured 1.15 to 1.87 times, by shapes)."
-        + (f" {ram.number('gib'):g} GiB were available." if ram is not None else ""),
+        "(0.27 to 0.33; measured 1.15 to 1.87 times, by shapes).",
         "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY=1 takes the exact size with the uva backend; --pid shows what was "
         "taken; overspill pins exact sizes",
     )
@@ -124,7 +130,7 @@ def _back_on_device(facts: Facts) -> Iterator[Finding]:
     quantization = facts.setting("quantization")
     if loaded is None or checkpoint is None or told_bytes is None or quantization is None:
         return
-    share = checkpoint.number("gib") / max(1, ranks(facts))
+    share = checkpoint_gib(facts) / sharding(facts)
     moved = told_bytes.number("gib")
     back = loaded.number("gib") + moved - share
     if not back > max(0.5, 0.25 * moved, 0.1 * share):
@@ -173,10 +179,14 @@ def _not_needed(facts: Facts) -> Iterator[Finding]:
 
 
 def _tower_first(facts: Facts) -> Iterator[Finding]:
-    """Two growing figures of one writer: a vision tower was wrapped before the language model."""
+    """Two growing figures of one writer: a vision tower was wrapped before the language model.
+
+    A drafter's comes after weights were read.
+    """
     if selectors(facts, "cpu_offload_params"):
         return
-    told_bytes = facts.all("uva_bytes")
+    reading = facts.first("checkpoint", "drafter")
+    told_bytes = [hit for hit in facts.all("uva_bytes") if reading is None or reading.line.follows(hit.line)]
     own = [hit for hit in told_bytes if hit.label == told_bytes[0].label]
     if len(own) > 1 and own[-1].number("gib") > own[0].number("gib") > 0:
         yield Finding(

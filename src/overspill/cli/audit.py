@@ -11,7 +11,7 @@ from overspill.audit import audit_log
 from overspill.audit.process import measure
 from overspill.audit.report import as_json, as_lines
 from overspill.cli.progress import out
-from overspill.errors import ConfigError, VerdictError
+from overspill.errors import CheckpointError, ConfigError, VerdictError
 
 
 def command(
@@ -22,7 +22,7 @@ def command(
         int | None, typer.Option("--pid", metavar="N", help="The server's process: its memory is held against the log.")
     ] = None,
     json_output: Annotated[
-        bool, typer.Option("--json", help="Machine-readable output on stdout, an object per log and line.")
+        bool, typer.Option("--json", help="Machine-readable output on stdout, an object per server and line.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
 ) -> None:
@@ -35,18 +35,27 @@ def command(
         )
     memory = measure(pid) if pid is not None else None
     wrong: dict[str, int] = {}
+    unread: list[CheckpointError] = []
     for name in logs:
-        audit = audit_log(name, memory=memory)
-        if json_output:
-            print(json.dumps(as_json(audit)), flush=True)
-        else:
-            for line in as_lines(audit):
-                out.print(line, highlight=False, markup=False)
-        if audit.wrong:
-            wrong[name] = len(audit.wrong)
-    if wrong:
-        total = sum(wrong.values())
-        raise VerdictError(
-            f"{total} finding{'s' if total > 1 else ''} in {', '.join(wrong)}",
-            hint="what to do stands beside each; notes alone end with exit code 0",
+        try:
+            audits = audit_log(name, memory=memory)
+        except CheckpointError as error:
+            unread.append(error)
+            continue
+        for audit in audits:
+            if json_output:
+                print(json.dumps(as_json(audit)), flush=True)
+            else:
+                for line in as_lines(audit):
+                    out.print(line, highlight=False, markup=False)
+        found = sum(len(audit.wrong) for audit in audits)
+        if found:
+            wrong[name] = found
+    total = sum(wrong.values())
+    told = f"{total} finding{'s' if total > 1 else ''} in {', '.join(wrong)}"
+    if unread:
+        raise CheckpointError(
+            "; ".join([*(error.message for error in unread), *([told] if wrong else [])]), hint=unread[0].hint
         )
+    if wrong:
+        raise VerdictError(told, hint="what to do stands beside each; notes alone end with exit code 0")
