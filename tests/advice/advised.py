@@ -11,6 +11,7 @@ from typing import Any
 from emulated_runs import CONTEXT, emulated, gib, mapped, settings_for
 from overspill.advice import Advice, advise
 from overspill.config import Settings
+from overspill.machine.emulated import EmulatedDevice
 from overspill.model.weights import ModelMap
 from overspill.plan import Plan, Tier, make_plan
 
@@ -68,6 +69,15 @@ def with_host(made_: Made, available: int) -> Made:
     """The plan where `available` bytes of host memory are."""
     memory = replace(made_.plan.memory, available_host_bytes=available)
     return replace(made_, plan=replace(made_.plan, memory=memory))
+
+
+def fitted(folder: Path, share: float, document: Mapping[str, Any] | None = None) -> tuple[Made, EmulatedDevice]:
+    """Planned for a device that has `share` of what the model takes there, and the device."""
+    settings = settings_for(document)
+    model = model_of(folder, settings.engine.dtype)
+    whole = make_plan(model, settings, emulated(), context_tokens=CONTEXT)
+    device = emulated(int(whole.memory.device_bytes * share))
+    return Made(make_plan(model, settings, device, context_tokens=CONTEXT), settings), device
 
 
 def uva(nbytes: int, params: list[str] | None = None, **extension: Any) -> dict[str, Any]:

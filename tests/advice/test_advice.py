@@ -6,7 +6,7 @@ import json
 import shlex
 
 import pytest
-from advised import made
+from advised import line_with, made, uva
 
 from overspill.advice import ENGINES, Advice, advise, as_json, render
 from overspill.errors import ConfigError
@@ -60,6 +60,14 @@ def test_an_unknown_engine_is_refused_with_the_nearest(tiny: MakeTiny) -> None:
     with pytest.raises(ConfigError, match='"emit" is "xyz"') as refused:
         made_.told("xyz")
     assert refused.value.hint
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_the_plan_says_of_itself_is_said_with_its_advice(engine: str, tiny: MakeTiny) -> None:
+    made_ = made(tiny("llama"), uva(1 << 30))
+    told = made_.told(engine)
+    line_with(told.notes, "of this plan: the offload is not needed")
+    line_with(told.notes, "of this plan: cpu_offload_gb asks for 1.00 GiB")
 
 
 @pytest.mark.parametrize(("engine", "ranks"), [("vllm", 0), ("llama.cpp", 2), ("overspill", 2)])

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-from advised import NAME, Made, line_with, made, model_of, value_of, with_host
+from advised import Made, fitted, line_with, made, model_of, uva, value_of, with_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emulated_runs import gib, settings_for
 from gguf_files import save_gguf
 from overspill.advice import Advice, advise, llama_rules
-from overspill.advice.gguf_names import gguf_names
+from overspill.advice.facts import stored_bytes
+from overspill.advice.gguf_names import gguf_names, name_map
 from overspill.advice.llama_rules import cpu_flags
 from overspill.config import format_bytes
 from overspill.machine.cpu import CpuDevice
 from overspill.model.weights import ModelMap
 from overspill.plan import disk, make_plan
 from tiny_models import MakeTiny
-
-LAYERS = 6
 
 # transformers' name within a layer, and llama.cpp's: written once more, from its own sources
 _OURS_TO_GGUF = {
@@ -69,8 +69,8 @@ def gguf(full: str) -> list[str]:
     return [f"blk.{layer[1]}.{name}.{kind}" for name in _OURS_TO_GGUF[stem]]
 
 
-def cpu_rules(advice: Advice) -> tuple[list[str], int]:
-    """Patterns that lead to the CPU, in order, and the first layer on the GPU, as llama.cpp's argument parser does."""
+def cpu_rules(advice: Advice) -> list[str]:
+    """Patterns that lead to the CPU, in order, as llama.cpp's argument parser makes them."""
     patterns: list[str] = []
     words = list(advice.command)
     experts = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
@@ -84,17 +84,16 @@ def cpu_rules(advice: Advice) -> tuple[list[str], int]:
                 pattern, _, device = entry.partition("=")
                 assert device == "CPU"
                 patterns.append(pattern)
-    return patterns, max(LAYERS + 1 - int(value_of(advice, "-ngl")), 0)
+    return patterns
 
 
 def on_cpu(advice: Advice, name: str) -> bool:
-    patterns, first = cpu_rules(advice)
-    layer = re.match(r"blk\.(\d+)\.", name)
-    return any(re.search(p, name) for p in patterns) or (layer is not None and int(layer[1]) < first)
+    return any(re.search(p, name) for p in cpu_rules(advice))
 
 
 def assert_exact(made_: Made) -> Advice:
     advice = made_.told("llama.cpp")
+    assert value_of(advice, "-ngl") == "999", "all layers and the output, whatever the file has of further ones"
     for weight in made_.plan.model:
         for name in gguf(weight.full):
             assert on_cpu(advice, name) == (weight.full in made_.moved), (name, advice.shell)
@@ -126,7 +125,6 @@ def placing(*patterns: str, **placement: Any) -> dict[str, Any]:
 def test_experts_on_the_cpu(name: str, document: dict[str, Any], flags: list[str], tiny: MakeTiny) -> None:
     advice = assert_exact(made(tiny(name), document))
     assert advice.command[-len(flags) - 1 :] == (*flags, "--no-mmap")
-    assert value_of(advice, "-ngl") == "7", "all layers and the output"
     assert not advice.cannot
 
 
@@ -143,16 +141,14 @@ def test_a_budget_of_any_weights_is_matched_tensor_by_tensor(
         line_with(advice.cannot, "zero-copy", "computes on the CPU what is not on the GPU")
 
 
-def test_whole_first_layers_are_left_out_of_ngl(tiny: MakeTiny) -> None:
+def test_whole_layers_leave_the_kv_cache_where_it_is(tiny: MakeTiny) -> None:
+    """By -ngl the cache would go with them; and that counts layers that predict further tokens, which no plan has."""
     advice = assert_exact(made(tiny("llama"), {"uva": {"cpu_offload_gb": 1, "cpu_offload_params": ["layers.0-2"]}}))
-    assert value_of(advice, "-ngl") == "4"
-    assert "-ot" not in advice.command
-    assert "layers 0 to 2" in line_with(advice.notes, "-ngl counts from the last layer")
+    assert value_of(advice, "-ot") == r"^blk\.(0|1|2)\.=CPU"
 
 
 def test_other_whole_layers_are_a_pattern(tiny: MakeTiny) -> None:
     advice = assert_exact(made(tiny("qwen3_moe"), {"prefetch": {"offload_group_size": 2}}))
-    assert value_of(advice, "-ngl") == "7"
     assert value_of(advice, "-ot") == r"^blk\.(1|3|5)\.=CPU"
     line_with(advice.cannot, "prefetch", "computes on the CPU")
 
@@ -182,7 +178,6 @@ def test_nemotrons_experts_are_known_by_their_gguf_names(tiny: MakeTiny) -> None
     made_ = made(tiny("nemotron_h"), {"overspill": {"placement": {"n_cpu_moe": 2}}})
     advice = made_.told("llama.cpp")
     assert value_of(advice, "--n-cpu-moe") == "2"
-    assert value_of(advice, "-ngl") == "9"
     names = gguf_names(made_.plan.model)
     assert names["model.layers.1.mixer.experts.up_proj"] == ("blk.1.ffn_up_exps.weight",)
     assert names["model.layers.2.mixer.q_proj.weight"] == ("blk.2.attn_q.weight",)
@@ -243,6 +238,68 @@ def test_host_memory_is_what_lies_on_the_cpu_and_the_embedding(tiny: MakeTiny) -
     line_with(tied.notes, "token_embd", "a second time as the head")
 
 
+def test_the_table_of_embeddings_is_on_the_cpu_by_whatever_name(
+    tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_ = made(tiny("llama"), uva(1 << 30, ["model.embed_tokens", "o_proj"]))
+    assert "model.embed_tokens.weight" in made_.moved
+    whole = made_.told("llama.cpp").host_bytes
+    assert whole == 6 * 5600 + 17920
+    monkeypatch.setattr("overspill.advice.llama_cpp.gguf_names", lambda _: {})
+    advice = made_.told("llama.cpp")
+    assert "embed_tokens" not in line_with(advice.cannot, "not known")
+    assert advice.host_bytes == 17920
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["cohere", "ministral3", "olmo3", "phi", "glm_moe_dsa", "hunyuan_v1_moe", "mimo_v2_flash", "granitemoehybrid",
+     "gpt_bigcode", "falcon_mamba", "qwen3_5_moe_text", "deepseek_v3"],
+)  # fmt: skip
+def test_an_architecture_is_found_under_llama_cpps_name(model_type: str) -> None:
+    names = name_map(model_type, 2)
+    assert names is not None
+    assert names.get_name("model.embed_tokens") == "token_embd"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "phi3", "gpt2", "bloom", "qwen35"])
+def test_every_byte_of_a_file_is_counted_once(name: str, tmp_path: Path) -> None:
+    made_ = made(save_gguf(tmp_path / "m.gguf", name))
+    checkpoint = made_.plan.model.checkpoint
+    assert checkpoint is not None
+    assert sum(map(stored_bytes, made_.plan.model)) == checkpoint.nbytes
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_packed_file_is_fitted_as_it_lies(tied: bool, tmp_path: Path) -> None:
+    file = save_gguf(tmp_path / "m.gguf", "gemma3" if tied else "llama")
+    whole = made(file).plan
+    packed = sum(map(stored_bytes, whole.model))
+    assert 3 * packed < whole.model.nbytes
+    made_, device = fitted(file, 0.8)
+    assert made_.plan.offloads
+    advice = made_.told("llama.cpp", device=device)
+    assert "-ot" not in advice.command
+    line_with(advice.notes, "packed as it is stored", "fits without offload")
+    line_with(advice.notes, format_bytes(packed), format_bytes(whole.model.nbytes), "float32")
+    (table,) = [stored_bytes(w) for w in whole.model if "embed_tokens" in w.full]
+    assert advice.host_bytes == table, "not as large as it is decoded"
+    assert "-ot" in made_.told("llama.cpp").command, "without the device nothing is fitted again"
+
+
+def test_files_are_named_so_that_a_shell_finds_them(
+    tiny: MakeTiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "it's a; model"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    made_ = made(tiny("llama"))
+    advice = advise(made_.plan, made_.settings, "llama.cpp", model_name=".")
+    assert value_of(advice, "-m") == "it's a; model.gguf"
+    convert = line_with(advice.notes, "convert_hf_to_gguf").partition("needed: ")[2].partition(" (of")[0]
+    assert shlex.split(convert)[-1] == "it's a; model.gguf"
+
+
 def test_on_a_cpu_the_file_is_mapped_where_memory_does_not_hold_it(
     tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,10 +322,11 @@ def test_a_gguf_file_is_served_as_it_is_and_its_own_names_are_matched(tmp_path: 
     file = save_gguf(tmp_path / "m.gguf", "qwen3moe")
     made_ = made(file, {"uva": {"cpu_offload_gb": gib(1), "cpu_offload_params": ["k_proj"]}, **placing(n_cpu_moe=1)})
     advice = made_.told("llama.cpp")
-    assert value_of(advice, "-m") == NAME
+    assert value_of(advice, "-m") == str(file)
+    assert value_of(advise(made_.plan, made_.settings, "llama.cpp", model_name="m.gguf"), "-m") == "m.gguf"
     assert not [note for note in advice.notes if "convert" in note]
     checkpoint = made_.plan.model.checkpoint
     assert checkpoint is not None
-    found = {name for name in checkpoint.tensors if any(re.search(p, name) for p in cpu_rules(advice)[0])}
+    found = {name for name in checkpoint.tensors if any(re.search(p, name) for p in cpu_rules(advice))}
     experts = {f"blk.0.ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
     assert found == {*experts, "blk.0.attn_k.weight"}

@@ -11,12 +11,18 @@ from advised import NAME, Made, line_with, made, model_of, uva, value_of, values
 
 from emulated_runs import settings_for
 from gguf_files import save_gguf
+from overspill.advice import Advice
 from overspill.advice.vllm_tensors import VllmTensor, taken_by_uva, vllm_tensors
 from overspill.config import WeightName, format_bytes
+from overspill.errors import ConfigError
 from overspill.machine.cpu import CpuDevice
+from overspill.machine.named import CONTEXT_BYTES, NamedDevice
+from overspill.machine.specs import gpu_named, link_named
 from overspill.model.stacks import Stack
 from overspill.plan import disk, make_plan
 from tiny_models import MakeTiny
+
+PIN = "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY"
 
 
 def moved_there(made_: Made) -> tuple[VllmTensor, ...]:
@@ -37,22 +43,45 @@ def test_context_sequences_and_dtype_are_carried_over(tiny: MakeTiny) -> None:
     assert value_of(made(tiny("llama_bf16")).told("vllm"), "--dtype") == "bfloat16"
 
 
-def test_the_share_of_the_gpu_is_told_where_its_memory_is_known(tiny: MakeTiny) -> None:
-    made_ = made(tiny("llama"), device_memory_bytes=30 << 30)
-    assert value_of(made_.told("vllm", device_total_bytes=40 << 30), "--gpu-memory-utilization") == "0.75"
-    line_with(made_.told("vllm", device_total_bytes=20 << 30).notes, "--gpu-memory-utilization")
+def gpu(name: str) -> NamedDevice:
+    return NamedDevice(gpu_named(name), link_named("pcie4x16"), 64 << 30)
+
+
+def test_the_share_of_the_gpu_is_what_the_plan_has_of_it(tiny: MakeTiny) -> None:
+    """vLLM takes 0.92 unasked, and refuses to start where the share is more than is free."""
+    device, settings = gpu("L40S"), settings_for(device="cuda")
+    made_ = Made(make_plan(model_of(tiny("llama")), settings, device, context_tokens=32), settings)
+    share = float(value_of(made_.told("vllm", device=device), "--gpu-memory-utilization"))
+    total = device.memory_bytes + CONTEXT_BYTES
+    assert share * total <= device.memory_bytes < (share + 1e-4) * total
     unknown = made_.told("vllm")
     assert "--gpu-memory-utilization" not in unknown.command
-    line_with(unknown.notes, "--gpu-memory-utilization", str(30 << 30))
-    unstated = made(tiny("llama")).told("vllm", device_total_bytes=40 << 30)
-    assert "--gpu-memory-utilization" not in unstated.shell
+    line_with(unknown.notes, "--gpu-memory-utilization", str(device.memory_bytes))
+    assert "--gpu-memory-utilization" not in made_.told("vllm", device=gpu("T4")).command, "more than all it has"
+
+
+def test_where_vllm_leaves_no_room_for_a_kv_cache_it_does_not_start(tiny: MakeTiny) -> None:
+    made_ = made(tiny("llama"), uva(1 << 30))
+    kept = 2 * 17920 + 140  # embeddings, head and last norm, which this plan moves as well
+    memory = made_.plan.memory
+    enough = kept + made_.plan.buffers_bytes + (memory.working_bytes or 0) + (memory.kv_cache_bytes or 0)
+
+    def cannot(available: int) -> list[str]:
+        plan = replace(made_.plan, memory=replace(memory, available_device_bytes=available))
+        return [line for line in replace(made_, plan=plan).told("vllm").cannot if "KV cache" in line]
+
+    assert not cannot(enough)
+    (told,) = cannot(enough - 1)
+    assert "have a KV cache of 32 tokens" in told
+    assert f"weights take {format_bytes(kept)} there" in told
 
 
 def test_a_plan_without_offload_has_no_offload_flags(tiny: MakeTiny) -> None:
     advice = made(tiny("llama")).told("vllm")
     assert advice.command == ("vllm", "serve", NAME, *advice.command[3:])
     assert not [word for word in advice.command if "offload" in word]
-    assert (advice.host_bytes, advice.cannot, advice.notes) == (0, (), ("nothing is offloaded",))
+    assert (advice.host_bytes, advice.cannot) == (0, ())
+    assert "nothing is offloaded" in advice.notes
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt_oss", "deepseek_v2", "nemotron_h", "gemma3"])
@@ -96,6 +125,9 @@ def test_a_sparse_model_in_declaration_order_is_told_what_experts_alone_would_co
     assert format_bytes(round(sum(t.nbytes for t in alone) * 2 / 6)) in told
     assert format_bytes(round(sum(t.nbytes * (2 / 6 if t.routed else 1) for t in taken))) in told
     assert not any("declaration order moves" in n for n in made(tiny("llama"), uva(60_000)).told("vllm").notes)
+    more = made(tiny("qwen3_moe"), uva(200_000, order="declaration"))
+    assert sum(t.nbytes for t in moved_there(more)) > 6 * 27720
+    assert not any("declaration order moves" in n for n in more.told("vllm").notes), "experts alone are too few bytes"
 
 
 def test_a_step_of_several_tokens_counts_experts_as_expected(tiny: MakeTiny) -> None:
@@ -148,7 +180,14 @@ def test_towers_are_not_counted_on(tiny: MakeTiny) -> None:
 
 def test_a_packed_checkpoint_is_no_measure_of_what_vllm_holds(tmp_path: Path, tiny: MakeTiny) -> None:
     file = save_gguf(tmp_path / "m.gguf", "llama")
-    line_with(made(file, uva(1000)).told("vllm").notes, "packed", "float32")
+    advice = made(file, uva(1000)).told("vllm")
+    line_with(advice.notes, "packed", "float32")
+    line_with(advice.cannot, "GGUF", "vllm-gguf-plugin", "--tokenizer")
+    tight = made(file, uva(1 << 30)).plan
+    tight = replace(tight, memory=replace(tight.memory, available_device_bytes=1))
+    told = Made(tight, settings_for()).told("vllm").cannot
+    assert not [line for line in told if "KV cache" in line], "how much is left is not known"
+    assert advice.command[2] == str(file)
     assert not [note for note in made(tiny("llama"), uva(1000)).told("vllm").notes if "packed" in note]
 
 
@@ -236,6 +275,56 @@ def test_without_uva_the_copies_need_eager_mode(tiny: MakeTiny) -> None:
     assert advice.command[-1] == "--enforce-eager"
     held = sum(t.nbytes for t in moved_there(made_))
     assert f"brings {format_bytes(held)} across" in line_with(advice.notes, "a step over")
+
+
+@pytest.mark.parametrize(
+    "environ", [{"VLLM_WEIGHT_OFFLOADING_DISABLE_UVA": "1"}, {PIN: "1"}], ids=["copied", "pageable"]
+)
+def test_prefetch_needs_eager_mode_where_its_copies_are_pageable(environ: dict[str, str], tiny: MakeTiny) -> None:
+    advice = made(tiny("gemma3"), {"prefetch": {"offload_group_size": 2}}, environ).told("vllm")
+    assert ("--enforce-eager" in advice.command) == (PIN in environ)
+    assert "--enforce-eager" not in made(tiny("llama"), uva(60_000), {PIN: "1"}).told("vllm").command, "a view is made"
+    assert "--enforce-eager" not in made(tiny("llama"), None, {PIN: "1"}).told("vllm").command, "nothing is copied"
+
+
+# -- read back ---------------------------------------------------------------------------------------------------------
+
+
+def read_back(advice: Advice) -> dict[str, Any]:
+    """The document of what vLLM's flags say."""
+    document: dict[str, Any] = {}
+    if "--cpu-offload-gb" in advice.command:
+        document["uva"] = {
+            "cpu_offload_gb": float(value_of(advice, "--cpu-offload-gb")),
+            "cpu_offload_params": values_of(advice, "--cpu-offload-params"),
+        }
+    if "--offload-group-size" in advice.command:
+        numbers = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step")
+        fields: dict[str, Any] = {name: int(value_of(advice, f"--{name.replace('_', '-')}")) for name in numbers}
+        document["prefetch"] = {**fields, "offload_params": values_of(advice, "--offload-params")}
+    return document
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt_oss", "deepseek_v2", "nemotron_h", "gemma3"])
+@pytest.mark.parametrize("params", [None, ["experts"], ["mlp"], ["q_proj", "k_proj", "v_proj"]])
+@pytest.mark.parametrize("order", ["declaration", "traffic"])
+def test_flags_that_do_the_same_there_are_the_same_plan_here(
+    name: str, params: list[str] | None, order: str, tiny: MakeTiny
+) -> None:
+    documents = [uva(nbytes, params, order=order) for nbytes in (5000, 30_000, 110_000, 1 << 20)]
+    documents += [
+        {"prefetch": {"offload_group_size": size, "offload_prefetch_step": step, "offload_params": params or []}}
+        for size, step in ((2, 1), (2, 2))
+    ]
+    for document in documents:
+        try:
+            made_ = made(tiny(name), document)
+        except ConfigError:  # a selector of nothing, or a step that saves nothing
+            continue
+        advice = made_.told("vllm")
+        if not advice.cannot:
+            again = made(tiny(name), {**read_back(advice), "overspill": {"order": made_.plan.order}})
+            assert again.plan.placements == made_.plan.placements, advice.shell
 
 
 @pytest.fixture

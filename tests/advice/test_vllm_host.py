@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from advised import Made, line_with, made, uva, value_of, with_host
@@ -48,14 +49,14 @@ def test_pinning_that_was_off_stays_off(tiny: MakeTiny) -> None:
     assert dict(advice.environment) == {PIN: "1"}
 
 
-def test_each_rank_holds_its_share_and_rounds_it(tiny: MakeTiny) -> None:
-    made_ = made(tiny("llama"), uva(1 << 20, ["mlp"]))
+def test_each_rank_holds_its_share_and_rounds_it(even: Path) -> None:
+    made_ = made(even, uva(1 << 20, ["mlp"]))
     advice = made_.told("vllm", ranks=2)
     assert value_of(advice, "--tensor-parallel-size") == "2"
     assert float(value_of(advice, "--cpu-offload-gb")) * 1024**3 <= made_.plan.offloaded_bytes / 2
-    assert advice.host_bytes == 2 * 6 * (8192 + 4096)  # halves of 12600 and of 6300 bytes a layer
+    assert advice.host_bytes == 2 * 6 * (8192 + 4096)  # halves of 12960 and of 6480 bytes a layer
     assert "over 2 ranks" in line_with(advice.notes, "next power of two")
-    norms = made(tiny("llama"), uva(1 << 20, ["input_layernorm"])).told("vllm", ranks=2)
+    norms = made(even, uva(1 << 20, ["input_layernorm"])).told("vllm", ranks=2)
     assert norms.host_bytes == 2 * 6 * 256, "norms are whole on each rank"
 
 

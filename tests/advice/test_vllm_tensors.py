@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,14 @@ def test_experts_biases_are_parameters_of_their_own(tiny: MakeTiny) -> None:
         "w2_bias",
     }
     assert "self_attn.qkv_proj.bias" in found
+
+
+def test_gated_delta_nets_are_fused_by_two(tiny: MakeTiny) -> None:
+    found = names(tiny("qwen3_5_moe"), 1)
+    assert {name for name in found if "in_proj" in name} == {
+        "linear_attn.in_proj_qkvz.weight",
+        "linear_attn.in_proj_ba.weight",
+    }
 
 
 def test_what_has_nothing_to_be_fused_with_keeps_its_name(tiny: MakeTiny) -> None:
@@ -165,6 +174,27 @@ def test_layers_of_one_shape_share_static_buffers(tiny: MakeTiny) -> None:
     tensors = vllm_tensors(model_of(tiny("llama")))
     one_layer = sum(tensor.nbytes for tensor in tensors if tensor.layer == 0)
     assert pool_bytes(tensors, 2, 1) == 2 * one_layer
+    share = sum(tensor.rank_bytes(5) for tensor in tensors if tensor.layer == 0)
+    assert pool_bytes(tensors, 2, 5) == 5 * 2 * share
+    first = tensors[0]
+    wider = replace(first, weights=tuple(replace(w, shape=(2, *w.shape)) for w in first.weights))
+    assert pool_bytes((first, wider), 1, 1) == first.nbytes + wider.nbytes, "another shape has buffers of its own"
     mixed = vllm_tensors(model_of(tiny("deepseek_v2")))  # a dense layer first, then sparse ones
     unique = {(t.name, t.nbytes) for t in mixed}
     assert pool_bytes(mixed, 1, 1) == sum(nbytes for _, nbytes in unique)
+
+
+def test_a_rank_holds_a_share_of_matrices_and_the_whole_of_the_rest(tiny: MakeTiny) -> None:
+    tensors = {t.name: t for t in vllm_tensors(model_of(tiny("deepseek_v2"))) if t.layer == 1}
+    whole = {
+        "self_attn.fused_qkv_a_proj.weight",  # made with disable_tp
+        "self_attn.q_a_layernorm.weight",
+        "self_attn.kv_a_layernorm.weight",
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        "mlp.gate.weight",
+    }
+    assert {name for name, t in tensors.items() if t.rank_bytes(5) == t.nbytes} == whole
+    for name in tensors.keys() - whole:
+        parts = tensors[name].weights
+        assert tensors[name].rank_bytes(5) == sum(-(-weight.nbytes // 5) for weight in parts)

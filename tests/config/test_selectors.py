@@ -91,6 +91,10 @@ def test_vllms_segment_table(selector: str, hit: bool) -> None:
         ("self_attn.v_proj.bias", ["qkv_proj.bias"]),
         ("self_attn.q_a_proj.weight", ["fused_qkv_a_proj"]),
         ("mlp.gate_proj.weight", ["gate_up_proj", "mlp.gate_up_proj", "gate_proj"]),
+        ("linear_attn.in_proj_qkv.weight", ["in_proj_qkvz", "in_proj_qkv"]),
+        ("linear_attn.in_proj_z.weight", ["linear_attn.in_proj_qkvz"]),
+        ("linear_attn.in_proj_a.weight", ["in_proj_ba"]),
+        ("linear_attn.in_proj_b.weight", ["in_proj_ba.weight"]),
         ("mlp.shared_experts.up_proj.weight", ["gate_up_proj", "shared_experts.gate_up_proj"]),
         (
             "mlp.experts.gate_up_proj",

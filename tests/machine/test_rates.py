@@ -98,7 +98,8 @@ DAMAGED = (
     {"expert_flops": 1e-320},
     {"disk_bytes_s": -1.0},
     {"beside_copies": 0.5},
-    {"link_times": 0.0},
+    {"layer_s": -1e-3},
+    {"corrections": {"uva": [0.0, "1 run"]}},
 )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import PurePath
 
 import torch
 
 from overspill.config import Settings
 from overspill.config.environment import DISABLE_PIN_MEMORY, DISABLE_UVA
+from overspill.model.sources import Conversion
 from overspill.model.weights import Weight
 from overspill.plan import Access, Placement, Plan, Tier
 
@@ -27,6 +29,15 @@ def total_bytes(weights: Sequence[Weight]) -> int:
     return sum(weight.nbytes for weight in weights)
 
 
+def stored_bytes(weight: Weight) -> int:
+    """Its bytes as they lie in the checkpoint, packed or not; of a tensor that several are made of, its part."""
+    if not isinstance(weight.source, Conversion):
+        return weight.nbytes
+    records = weight.source.records
+    elements, stored = weight.nbytes // weight.dtype.itemsize, sum(record.elements for record in records)
+    return sum(record.nbytes for record in records) * min(elements, stored) // stored
+
+
 def main_dtype(plan: Plan) -> torch.dtype:
     """What most bytes of the plan are computed in."""
     total: Counter[torch.dtype] = Counter()
@@ -41,6 +52,18 @@ def dtype_name(plan: Plan) -> str:
 
 def is_gguf(plan: Plan) -> bool:
     return plan.model.checkpoint is not None and plan.model.checkpoint.format == "gguf"
+
+
+def is_packed(plan: Plan) -> bool:
+    """Whether the checkpoint holds weights in less than the plan computes with."""
+    return is_gguf(plan) or getattr(plan.model.config, "quantization_config", None) is not None
+
+
+def gguf_file(plan: Plan, model_name: str) -> str:
+    """The (first) file of a GGUF checkpoint, as the user names it where the user names the file."""
+    assert plan.model.checkpoint is not None
+    file = plan.model.checkpoint.files[0]
+    return model_name if PurePath(model_name).name == file.name else str(file)
 
 
 def by_access(plan: Plan, access: Access) -> list[Weight]:

@@ -11,11 +11,23 @@ from overspill.model.experts import expert_blocks
 from overspill.model.weights import ModelMap, Weight
 
 _ARCHITECTURES = {
+    "cohere": "command-r",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "falcon_mamba": "mamba",
+    "glm_moe_dsa": "glm-dsa",
+    "gpt_bigcode": "starcoder",
+    "granitemoehybrid": "granitehybrid",
+    "granitemoeshared": "granitemoe",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "mimo_v2_flash": "mimo2",
+    "ministral3": "mistral3",
     "mistral": "llama",
     "mixtral": "llama",
     "nemotron_h": "nemotron_h_moe",
+    "olmo3": "olmo2",
+    "phi": "phi2",
 }
 """Where llama.cpp's name for an architecture is not transformers' model type, written a little otherwise."""
 
@@ -35,7 +47,7 @@ def gguf_names(model: ModelMap) -> Mapping[str, tuple[str, ...]]:
             parts = ("gate", "up", "gate_up") if which == "gate_up" else (which,)
             kind = "bias" if bias else "weight"
             found[weight.full] = tuple(f"blk.{block.layer}.ffn_{part}_exps.{kind}" for part in parts)
-    names = _name_map(str(getattr(model.config, "model_type", "")), model.decoder.layers)
+    names = name_map(str(getattr(model.config, "model_type", "")), model.decoder.layers)
     for weight in model:
         if weight.full not in found and weight.nbytes and names is not None and (name := _name(weight, names)):
             stem, _, kind = name.rpartition(".")
@@ -56,7 +68,7 @@ def _name(weight: Weight, names: TensorNameMap) -> str | None:
 
 
 @lru_cache(maxsize=8)
-def _name_map(model_type: str, layers: int) -> TensorNameMap | None:
+def name_map(model_type: str, layers: int) -> TensorNameMap | None:
     known = {_plain(name): number for number, name in MODEL_ARCH_NAMES.items()}
     number = known.get(_plain(_ARCHITECTURES.get(model_type, model_type.removesuffix("_text"))))
     return None if number is None else get_tensor_name_map(number, layers)

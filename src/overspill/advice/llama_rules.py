@@ -14,33 +14,31 @@ from overspill.config.experts import EXPERTS_PATTERN
 from overspill.model.experts import ExpertBlock, expert_blocks
 from overspill.model.weights import ModelMap, Role, Weight
 
+ALL_LAYERS = "999"
+"""More than any model has. llama.cpp counts layers that predict further tokens too, which a plan does not have."""
+
 
 @dataclass(frozen=True)
 class CpuFlags:
-    """`flags` keep `names` on the CPU, by `patterns` and, of whole layers, those below `first_on_gpu`.
+    """`flags` keep `names` on the CPU, by `patterns`.
 
     `unnamed` are weights that no pattern can be written for, since their GGUF name is not known.
     """
 
     flags: tuple[str, ...]
     patterns: tuple[str, ...]
-    first_on_gpu: int
     names: frozenset[str]
     unnamed: tuple[Weight, ...]
 
     def on_cpu(self, name: str) -> bool:
         """Whether llama.cpp keeps the tensor of this GGUF name on the CPU; token_embd always is, and not asked here."""
-        layer = re.match(r"blk\.(\d+)\.", name)
-        whole = layer is not None and int(layer[1]) < self.first_on_gpu
-        return whole or any(re.search(pattern, name) for pattern in self.patterns)
+        return any(re.search(pattern, name) for pattern in self.patterns)
 
 
 def cpu_flags(model: ModelMap, moved: Collection[str], names: Mapping[str, tuple[str, ...]]) -> CpuFlags:
     """Flags for the weights called `moved` by us; `names` are `gguf_names`."""
-    named = {full for full in moved if full in names and not names[full][0].startswith("token_embd.")}
     whole = _whole_layers(model, moved)
-    first_on_gpu = len(whole) if whole == list(range(len(whole))) else 0
-    flags = ["-ngl", str(model.decoder.layers + 1 - first_on_gpu)]
+    flags = ["-ngl", ALL_LAYERS]
     patterns: list[str] = []
     written = {w.full for w in model if w.name.layer in whole and w.name.stack == model.decoder.path}
 
@@ -52,16 +50,14 @@ def cpu_flags(model: ModelMap, moved: Collection[str], names: Mapping[str, tuple
         patterns += expert_patterns
         written |= {weight.full for block in placed for weight in block.weights.values()}
 
-    overrides = []
-    if whole and not first_on_gpu:
-        overrides.append(rf"^blk\.{_any(whole)}\.")
-    overrides += _tensor_patterns(name for full in named - written for name in names[full])
+    overrides = [rf"^blk\.{_any(whole)}\."] if whole else []
+    overrides += _tensor_patterns(name for full in moved if full not in written for name in names.get(full, ()))
     for pattern in overrides:
         flags += ["-ot", f"{pattern}=CPU"]
     patterns += overrides
-    on_cpu = frozenset(name for full in named | written for name in names.get(full, ()))
+    on_cpu = frozenset(name for full in {*moved, *written} for name in names.get(full, ()))
     unnamed = tuple(w for w in model if w.full in moved and w.full not in names and w.full not in written)
-    found = CpuFlags(tuple(flags), tuple(patterns), first_on_gpu, on_cpu, unnamed)
+    found = CpuFlags(tuple(flags), tuple(patterns), on_cpu, unnamed)
     _prove(found, [name for each in names.values() for name in each])
     return found
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
-from overspill.advice.facts import dtype_name, environment_of, is_gguf, off_device, unified
+from overspill.advice.facts import dtype_name, environment_of, gguf_file, is_gguf, is_packed, off_device, unified
 from overspill.advice.record import Advice
 from overspill.advice.vllm_tensors import host_bytes
 from overspill.advice.vllm_ways import Way, nearest_way
-from overspill.advice.vllm_words import cannot_do, what_moves
+from overspill.advice.vllm_words import cannot_do, no_gguf, no_room, what_moves
 from overspill.config import Settings, format_bytes
 from overspill.config.environment import DISABLE_PIN_MEMORY
 from overspill.plan import Plan
@@ -17,29 +15,30 @@ from overspill.plan import Plan
 def advise_vllm(
     plan: Plan, settings: Settings, model_name: str, *, ranks: int = 1, device_total_bytes: int | None = None
 ) -> Advice:
-    """`engines.advise` for vLLM."""
-    command = ["vllm", "serve", model_name, "--dtype", dtype_name(plan)]
+    """`engines.advise` for vLLM; `device_total_bytes` are all that the GPU has, None where that is not known."""
+    named = gguf_file(plan, model_name) if is_gguf(plan) else model_name
+    command = ["vllm", "serve", named, "--dtype", dtype_name(plan)]
     command += ["--max-model-len", str(plan.context_tokens), "--max-num-seqs", str(plan.sequences)]
     if ranks > 1:
         command += ["--tensor-parallel-size", str(ranks)]
-    notes: list[str] = []
-    share, told = _device_share(settings, device_total_bytes)
-    command += share
-    notes += told
     command += _of_the_checkpoint(settings)
     if unified(plan):
-        return _in_host_memory(plan, tuple(command), ranks, tuple(notes))
+        return _in_host_memory(plan, tuple(command), ranks)
 
+    share, notes = _device_share(plan, device_total_bytes)
+    command += share
     environment = environment_of(settings)
     way = nearest_way(plan, settings, ranks)
     command += way.flags
-    if way.budget_bytes and settings.environment.disable_uva:
-        command.append("--enforce-eager")  # only views of host memory go into CUDA graphs
     notes += what_moves(plan, way, ranks)
     cannot = cannot_do(plan, way)
     taken_bytes, host_notes, lacking = _host(plan, way, ranks, environment)
     notes += [*host_notes, *_limits(plan, way)]
-    return Advice("vllm", tuple(command), environment, tuple(notes), (*cannot, *lacking), taken_bytes)
+    copied = settings.environment.disable_uva if way.budget_bytes else DISABLE_PIN_MEMORY in environment
+    if way.taken and copied:
+        command.append("--enforce-eager")  # neither staged nor pageable copies go into CUDA graphs
+    told = (*cannot, *lacking, *no_room(plan, way, ranks))
+    return Advice("vllm", tuple(command), environment, tuple(notes), told, taken_bytes)
 
 
 def _of_the_checkpoint(settings: Settings) -> list[str]:
@@ -49,16 +48,15 @@ def _of_the_checkpoint(settings: Settings) -> list[str]:
     return flags + (["--trust-remote-code"] if engine.trust_remote_code else [])
 
 
-def _device_share(settings: Settings, total: int | None) -> tuple[list[str], list[str]]:
-    stated = settings.engine.device_memory_bytes
-    if stated is None:
-        return [], []
-    if total is None or stated > total:
+def _device_share(plan: Plan, total: int | None) -> tuple[list[str], list[str]]:
+    """The share that is what the plan may take: vLLM's default is another, and more than is free is refused there."""
+    allowed = plan.memory.available_device_bytes
+    if total is None or allowed > total:
         return [], [
-            f"{format_bytes(stated)} of device memory were stated; vLLM takes a share of the GPU's memory: "
-            f"--gpu-memory-utilization is {stated} divided by its bytes"
+            f"this plan has {format_bytes(allowed)} of device memory, vLLM a share of what the GPU has in all, 0.92 "
+            f"unless it is told: --gpu-memory-utilization is {allowed} divided by the GPU's bytes"
         ]
-    return ["--gpu-memory-utilization", f"{max(1, math.floor(1000 * stated / total)) / 1000:g}"], []
+    return ["--gpu-memory-utilization", f"{max(1, allowed * 10**4 // total) / 10**4:g}"], []
 
 
 def _host(
@@ -94,7 +92,7 @@ def _host(
 def _limits(plan: Plan, way: Way) -> list[str]:
     """What the figures do not hold for."""
     notes = []
-    if getattr(plan.model.config, "quantization_config", None) is not None or is_gguf(plan):
+    if is_packed(plan):
         notes.append(
             f"the checkpoint is packed; the figures are for its weights as {dtype_name(plan)}, vLLM keeps what it can "
             "packed"
@@ -108,7 +106,7 @@ def _limits(plan: Plan, way: Way) -> list[str]:
     return notes
 
 
-def _in_host_memory(plan: Plan, command: tuple[str, ...], ranks: int, notes: tuple[str, ...]) -> Advice:
+def _in_host_memory(plan: Plan, command: tuple[str, ...], ranks: int) -> Advice:
     """The device is the CPU: vLLM has nothing to offload there, and holds every weight in memory."""
     total, available = plan.model.nbytes, plan.memory.available_host_bytes
     cannot = []
@@ -119,5 +117,5 @@ def _in_host_memory(plan: Plan, command: tuple[str, ...], ranks: int, notes: tup
         )
     if total > available:
         cannot.append(f"hold the model: {format_bytes(total)} of weights, and {format_bytes(available)} are available")
-    notes = (*notes, "on a CPU nothing is offloaded: vLLM's own build for CPUs reads weights where they are")
-    return Advice("vllm", command, {}, notes, tuple(cannot), total)
+    notes = ("on a CPU nothing is offloaded: vLLM's own build for CPUs reads weights where they are",)
+    return Advice("vllm", command, {}, notes, (*cannot, *no_gguf(plan)), total)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from overspill.advice.vllm_ranks import rank_bytes
 from overspill.config.selectors import spellings
 from overspill.model.weights import ModelMap, Role, Weight
 
@@ -40,11 +41,8 @@ class VllmTensor:
         return sum(weight.step_bytes(tokens) for weight in self.weights)
 
     def rank_bytes(self, ranks: int) -> int:
-        """What one of `ranks` tensor-parallel ranks holds: its share of a matrix, the whole of norms and routers."""
-        return sum(
-            weight.nbytes if weight.role in (Role.NORM, Role.ROUTER) else -(-weight.nbytes // ranks)
-            for weight in self.weights
-        )
+        """What one of `ranks` tensor-parallel ranks holds."""
+        return sum(rank_bytes(weight, ranks) for weight in self.weights)
 
 
 def vllm_tensors(model: ModelMap) -> tuple[VllmTensor, ...]:

@@ -10,6 +10,7 @@ from decimal import ROUND_FLOOR, Decimal
 from overspill.advice.facts import off_device
 from overspill.advice.vllm_tensors import (
     VllmTensor,
+    pool_bytes,
     selectors_for,
     taken_by_prefetch,
     taken_by_uva,
@@ -39,6 +40,10 @@ class Way:
     selectors: tuple[str, ...] = ()
     budget_bytes: int = 0
     whole: bool = False
+
+    def pool_bytes(self, ranks: int) -> int:
+        """Static buffers of all ranks for what is prefetched."""
+        return pool_bytes(self.taken, int(self.flags[self.flags.index(STEP) + 1]), ranks) if STEP in self.flags else 0
 
     def step_bytes(self, tokens: int, ranks: int, taken: Sequence[VllmTensor] | None = None) -> float:
         """What a step over `tokens` tokens brings to all ranks."""

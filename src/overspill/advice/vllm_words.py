@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overspill.advice.facts import few, off_device, total_bytes
-from overspill.advice.vllm_tensors import VllmTensor, pool_bytes, taken_by_uva
-from overspill.advice.vllm_ways import EXPERTS, STEP, Way
-from overspill.config import format_bytes
+from overspill.advice.facts import few, is_gguf, is_packed, off_device, total_bytes
+from overspill.advice.vllm_ranks import cache_bytes, rank_bytes
+from overspill.advice.vllm_tensors import VllmTensor, taken_by_uva
+from overspill.advice.vllm_ways import EXPERTS, Way
+from overspill.config import GIB, format_bytes
 from overspill.plan import Plan, Tier
 
 
@@ -33,7 +34,35 @@ def cannot_do(plan: Plan, way: Way) -> tuple[str, ...]:
             f"leave weights on disk ({what}, {format_bytes(total_bytes(on_disk))}): they lie in host memory there"
         )
     lines += _out_of_reach(plan)
-    return (*lines, *_another_choice(plan, way))
+    return (*no_gguf(plan), *lines, *_another_choice(plan, way))
+
+
+def no_gguf(plan: Plan) -> list[str]:
+    if not is_gguf(plan):
+        return []
+    return [
+        "read a GGUF file by itself, since 0.24: it takes the package vllm-gguf-plugin, and --tokenizer with the name "
+        "of the original model"
+    ]
+
+
+def no_room(plan: Plan, way: Way, ranks: int) -> list[str]:
+    """A line where what vLLM leaves on a device is so much that it finds no room for the KV cache of one sequence."""
+    if is_packed(plan):
+        return []
+    memory = plan.memory
+    taken = sum(tensor.rank_bytes(ranks) for tensor in way.taken)
+    weights = sum(rank_bytes(weight, ranks) for weight in plan.model) - taken + way.pool_bytes(ranks) // ranks
+    cache = cache_bytes(plan, ranks) // plan.sequences
+    left = memory.available_device_bytes - weights - plan.buffers_bytes - (memory.working_bytes or 0)
+    if left >= cache:
+        return []
+    return [
+        f"have a KV cache of {plan.context_tokens} tokens ({format_bytes(cache)}): of "
+        f"{format_bytes(memory.available_device_bytes)} weights take {format_bytes(weights)} there and a prompt pass "
+        f"{format_bytes(memory.working_bytes or 0)}; it does not start, --cpu-offload-gb higher by "
+        f"{(cache - left) / GIB:.2f} or a shorter --max-model-len would help"
+    ]
 
 
 def _out_of_reach(plan: Plan) -> list[str]:
@@ -86,7 +115,7 @@ def what_moves(plan: Plan, way: Way, ranks: int) -> list[str]:
     there, here = way.step_bytes(tokens, ranks), plan.step.link_bytes + plan.step.stream_bytes
     layers = sorted({tensor.layer for tensor in way.taken})
     of = f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
-    pool = 0 if way.budget_bytes else pool_bytes(way.taken, int(way.flags[way.flags.index(STEP) + 1]), ranks)
+    pool = way.pool_bytes(ranks)
     notes = [
         f"vLLM moves {len(way.taken)} tensors of {of}, {format_bytes(held)}, and frees {format_bytes(held - pool)} of "
         f"device memory; this plan frees {format_bytes(plan.saved_bytes)}",

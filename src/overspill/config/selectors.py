@@ -46,6 +46,10 @@ _FUSED = {
     "kv_a_proj_with_mqa": "fused_qkv_a_proj",
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
+    "in_proj_qkv": "in_proj_qkvz",
+    "in_proj_z": "in_proj_qkvz",
+    "in_proj_b": "in_proj_ba",
+    "in_proj_a": "in_proj_ba",
 }
 # Within `experts` the projection becomes a parameter `w13_weight`, `w2_bias`, …, since vLLM 0.33 one level
 # deeper, under `routed_experts`:

@@ -27,6 +27,7 @@ FOLDER_VARIABLE = "OVERSPILL_MACHINE_DIR"
 Rate = Annotated[float, Field(ge=1, le=1e18, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Times = Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)]
+Correction = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 RateByDtype = Annotated[Mapping[str, Rate], Field(min_length=1)]
 
 OTHER_WAYS = "*"
@@ -63,7 +64,7 @@ class Rates:
     beside_copies: Times = 1.0
     copies_beside: Times = 1.0
     beside_reads: Times = 1.0
-    corrections: Mapping[str, tuple[float, str]] = field(default_factory=dict)
+    corrections: Mapping[str, tuple[Correction, str]] = field(default_factory=dict)
 
     def reading(self, dtype: str) -> float:
         """Of weights of `dtype`; where it was not measured, the least of those that were."""

@@ -111,6 +111,7 @@ def named_rates(gpu: Gpu) -> Rates:
         expert_flops=HOST_FLOPS,
         disk_bytes_s=DISK_BYTES_S,
         asynchronous=True,
+        copy_bytes_s=HOST_READ_BYTES_S,  # a link can be faster than the memory behind it
     )
 
 

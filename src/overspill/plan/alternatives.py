@@ -51,22 +51,42 @@ def alternatives(plan: Plan, settings: Settings, device: Device) -> Alternatives
     device_fit = plan.offload.extension.device_fit
     nothing = _beside(OffloadConfig(), device_fit=device_fit, placement=PlacementConfig(fit=False))
     whole = planner.plan(nothing)
-    rows = [_row("as planned", "", plan, rates), _row("nothing offloaded", "--no-fit", whole, rates)]
-    known = [plan.offload, nothing]
+    chosen = plan.fitted[0][0] if plan.fitted else ""
+    rows = [_row("as planned", chosen, plan, rates), _row("nothing offloaded", "--no-fit", whole, rates)]
+    known = [_comes_to(plan), _comes_to(whole)]
+
+    def add(what: str, written: str, other: Plan) -> None:
+        if (key := _comes_to(other)) not in known:
+            known.append(key)
+            rows.append(_row(what, written, other, rates))
+
     if excess_bytes(whole) > 0 and not device.unified:
-        for way in fit(plan.model, _beside(OffloadConfig(), device_fit=device_fit), planner.plan, rates):
-            if way.plan.offload not in known:
-                known.append(way.plan.offload)
-                rows.append(_row("as fit would", way.settings, way.plan, rates))
+        ways = fit(plan.model, _beside(OffloadConfig(), device_fit=device_fit), planner.plan, rates)
+        for way in ways[:_OF_FIT]:
+            add("as fit would", way.settings, way.plan)
     for what, written, document in _ways(plan, whole, device):
         try:
-            offload = _beside(parse_offload_config(document), device_fit=device_fit)
-            rows.append(_row(what, written or _config(document), planner.plan(offload), rates))
+            add(
+                what,
+                written or _config(document),
+                planner.plan(_beside(parse_offload_config(document), device_fit=device_fit)),
+            )
         except (ConfigError, UnsupportedModelError) as refused:
             rows.append(Alternative(what, written, None, False, None, None, refused.message.splitlines()[0]))
     able = [row for row in rows if row.fits and row.decode is not None]
     pick = min(able, key=lambda row: row.decode.seconds if row.decode is not None else 0.0, default=None)
     return Alternatives(tuple(rows), pick, rates.origin, plan.device_kind == "emulated")
+
+
+_DOCUMENT = "--offload-config"
+_OF_FIT = 4
+"""So many of the ways that fit finds are shown."""
+
+
+def _comes_to(plan: Plan) -> object:
+    """What is equal for plans that differ in their settings alone."""
+    slots = None if plan.slots is None else (plan.slots.count, plan.slots.policy, plan.slots.tier)
+    return [(p.tier, p.access) for p in plan.placements], None if plan.ring is None else plan.ring.step, slots
 
 
 def _row(what: str, written: str, plan: Plan, rates: Any) -> Alternative:
@@ -120,7 +140,7 @@ def _extension(**fields: object) -> dict[str, Any]:
 
 
 def _config(document: dict[str, Any]) -> str:
-    return f"--offload-config '{json.dumps(document)}'"
+    return f"{_DOCUMENT} '{json.dumps(document)}'"
 
 
 def _beside(offload: OffloadConfig, **fields: object) -> OffloadConfig:
@@ -169,7 +189,7 @@ def render_alternatives(found: Alternatives) -> Table:
         table.add_row(
             "→" if row is found.pick else "",
             row.what,
-            row.settings,
+            "(a document, see --json)" if _DOCUMENT in row.settings else row.settings,
             format_bytes(memory.device_bytes),
             format_bytes(memory.host_bytes + memory.staging_bytes) if memory.host_bytes else "",
             format_bytes(on_disk) if on_disk else "",
