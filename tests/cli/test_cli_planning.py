@@ -72,7 +72,7 @@ def test_ways_are_compared_side_by_side_and_one_is_picked(dense: Path, cli: Cli)
     assert by_way["declaration order, as vLLM"]["fits"]
     assert by_way["as fit would"]["fits"]
     fitting = [row for row in rows if row["fits"]]
-    assert rows[found["pick"]]["decode_s"] == min(row["decode_s"] for row in fitting)
+    assert rows[found["pick"]]["decode_s"] <= 1.01 * min(row["decode_s"] for row in fitting)
     assert all(row["device_bytes"] and row["decode_limit"] for row in fitting)
     table = cli(*asked).out
     assert "→" in table

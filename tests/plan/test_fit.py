@@ -185,7 +185,9 @@ def test_little_is_better_of_everything_that_could_be_asked(
         assert best == float("inf"), "refused, and there is a way"
     else:
         assert decode_forecast(taken, known).seconds <= 1.1 * best
-        assert taken.fitted[0][1] == min(seconds for _, seconds in taken.fitted)
+        words = {settings: len(settings.split()) for settings, _ in taken.fitted}
+        least = min(seconds for _, seconds in taken.fitted)
+        assert words[taken.fitted[0][0]] == min(words[w] for w, seconds in taken.fitted if seconds <= 1.01 * least)
 
 
 @pytest.mark.parametrize("stated", [{"n_cpu_moe": 0}, {"cpu_moe": False}])

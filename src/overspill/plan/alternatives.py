@@ -14,7 +14,7 @@ from overspill.config.experts import PlacementConfig
 from overspill.errors import ConfigError, UnsupportedModelError
 from overspill.machine.device import Device
 from overspill.model.experts import expert_blocks
-from overspill.plan.fit import ASSUMED, excess_bytes, fit, fits
+from overspill.plan.fit import AS_GOOD, ASSUMED, excess_bytes, fit, fits
 from overspill.plan.forecast import PassForecast, decode_forecast, prompt_forecast
 from overspill.plan.placement import Plan
 from overspill.plan.planner import planner_of
@@ -36,7 +36,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Alternatives:
-    """All of them, the one that takes least per token of those that fit (None: none does), and the rates' origin."""
+    """All of them, the first that takes as little per token as any that fits (None: none does), the rates' origin."""
 
     rows: tuple[Alternative, ...]
     pick: Alternative | None
@@ -73,8 +73,9 @@ def alternatives(plan: Plan, settings: Settings, device: Device) -> Alternatives
             )
         except (ConfigError, UnsupportedModelError) as refused:
             rows.append(Alternative(what, written, None, False, None, None, refused.message.splitlines()[0]))
-    able = [row for row in rows if row.fits and row.decode is not None]
-    pick = min(able, key=lambda row: row.decode.seconds if row.decode is not None else 0.0, default=None)
+    able = [(row.decode.seconds, row) for row in rows if row.fits and row.decode is not None]
+    least = min((seconds for seconds, _ in able), default=0.0)
+    pick = next((row for seconds, row in able if seconds <= AS_GOOD * least), None)
     return Alternatives(tuple(rows), pick, rates.origin, plan.device_kind == "emulated")
 
 

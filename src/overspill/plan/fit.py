@@ -7,6 +7,7 @@ user placed, the rest. The ways are those that a user has too, so the plan can s
 from __future__ import annotations
 
 import json
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ def excess_bytes(plan: Plan) -> int:
 
 
 def fit(model: ModelMap, offload: OffloadConfig, planned: Planned, rates: Rates | None) -> list[Way]:
-    """The ways that make it fit, the one that takes least per token first.
+    """The ways that make it fit, the one that takes least per token first; of those next to it the one of fewest words.
 
     Each family of settings is searched for the least that the device holds, since what leaves it grows with them; then
     the host is asked, which may hold a little and not more.
@@ -79,7 +80,16 @@ def fit(model: ModelMap, offload: OffloadConfig, planned: Planned, rates: Rates 
             continue
         step = decode_forecast(plan, rates or ASSUMED)
         found[written] = Way(written, plan, step.seconds)
-    return sorted(found.values(), key=lambda way: way.seconds)
+    least = min((way.seconds for way in found.values()), default=0.0)
+
+    def rank(way: Way) -> tuple[int, float]:
+        return (len(way.settings.split()) if way.seconds <= AS_GOOD * least else sys.maxsize, way.seconds)
+
+    return sorted(found.values(), key=rank)
+
+
+AS_GOOD = 1.01
+"""A way that takes no longer than this many times the least is as good."""
 
 
 class _Search:
