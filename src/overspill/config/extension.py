@@ -33,7 +33,7 @@ class DeviceFitConfig(Frozen):
 
     weight_budget_bytes: Annotated[WholeNumber, AfterValidator(_budget)] | None = Field(
         default=None,
-        description="bytes that weights may take on the device, instead of its memory; 0 judges nothing",
+        description="bytes that weights may take on the device, beside its memory as a limit; 0 judges nothing",
     )
 
 
