@@ -186,7 +186,7 @@ def test_kernels_are_held_against_memory_and_torch(tmp_path: Path) -> None:
 def test_a_checkpoint_of_headers_alone_is_planned_in_a_process_of_its_own(tmp_path: Path) -> None:
     report = scale.measure(scale.SCALES["toy"], tmp_path, lambda _: None)
     for row in report.rows:
-        assert row["imported_bytes"] <= row["peak_bytes"] < 500e6
+        assert row["imported_bytes"] <= row["peak_bytes"] < row["imported_bytes"] + 200e6
         (run,) = row["samples"]["runs"]
         assert run["model_bytes"] == pytest.approx(2e9 * row["parameters_b"], rel=1e-4)  # and buffers
         assert row["tensors"] > 3 * 32 * 2  # experts one by one, in the two layers that have some

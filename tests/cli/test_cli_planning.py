@@ -28,10 +28,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of 70 B parameters, headers alone."""
+    """Of 70 B parameters in a few large layers, headers alone."""
     folder = tmp_path_factory.mktemp("dense") / "model"
     config = LlamaConfig(
-        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        vocab_size=128256, hidden_size=16384, intermediate_size=57344, num_hidden_layers=20, num_attention_heads=64,
         num_key_value_heads=8, max_position_embeddings=8192, tie_word_embeddings=False,
     )  # fmt: skip
     save_headers(folder, config)

@@ -57,11 +57,13 @@ def fitted_again(plan: Plan, settings: Settings, device: Device, held: Held) -> 
         ways = fit(plan.model, settings.offload, planner.plan, plan.rates)
         if not ways:
             break
-        best = ways[0].plan
-        memory = replace(best.memory, available_device_bytes=plan.memory.available_device_bytes)
-        best = replace(best, memory=memory, notes=(f"{held.why}: {ways[0].settings} was chosen", *best.notes))
-        still = held.short_bytes(best)
-        if still <= 0:
-            return best
-        short += still
+        still = []
+        for way in ways:
+            memory = replace(way.plan.memory, available_device_bytes=plan.memory.available_device_bytes)
+            told = f"{held.why}: {way.settings} was chosen"
+            again = replace(way.plan, memory=memory, notes=(told, *way.plan.notes))
+            still.append(held.short_bytes(again))
+            if still[-1] <= 0:
+                return again
+        short += min(still)
     return replace(plan, notes=(*plan.notes, f"{held.why}: what fits then was not found; this is for one device"))

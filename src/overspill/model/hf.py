@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -220,10 +220,17 @@ def map_checkpoint_names(model: Any, names: Iterable[str]) -> tuple[dict[str, st
     renamed: dict[str, str] = {}
     groups: dict[str, ConversionGroup] = {}
     nowhere: list[str] = []
-    for name in sorted(names, key=dot_natural_key):
+
+    def target_of(name: str) -> tuple[str, str | None]:
         target, pattern = rename_source_key(name, renamings, converters, prefix, skeleton)
         if target not in skeleton and name in skeleton:
             target, pattern = rename_source_key(name, [], [], prefix, skeleton)
+        return target, pattern
+
+    ordered = sorted(names, key=dot_natural_key)
+    alike = _experts_alike(ordered, target_of)
+    for name in ordered:
+        target, pattern = alike.get(_EXPERT.sub(r"\1*", name)) or target_of(name)
         if target not in skeleton or (target in renamed and name != target):
             nowhere.append(name)
         elif pattern is None:
@@ -237,6 +244,28 @@ def map_checkpoint_names(model: Any, names: Iterable[str]) -> tuple[dict[str, st
         patterns = group.converter.source_patterns
         group.sources = {pattern: group.sources[pattern] for pattern in patterns if pattern in group.sources}
     return renamed, list(groups.values()), nowhere
+
+
+_EXPERT = re.compile(r"(\.experts\.)\d+(?=\.)")
+
+
+def _experts_alike(
+    ordered: Sequence[str], target_of: Callable[[str], tuple[str, str | None]]
+) -> dict[str, tuple[str, str | None]]:
+    """Where each weight of a block's experts goes, by its name with * for the expert, asked for the first and the last.
+
+    Where both go into one stack, those between do too. A large model has tens of thousands of them.
+    """
+    ends: dict[str, list[str]] = {}
+    for name in ordered:
+        if (block := _EXPERT.sub(r"\1*", name)) != name:
+            ends.setdefault(block, [name, name])[1] = name
+    found: dict[str, tuple[str, str | None]] = {}
+    for block, (first, last) in ends.items():
+        target, pattern = target_of(first)
+        if pattern is not None and target_of(last) == (target, pattern):
+            found[block] = target, pattern
+    return found
 
 
 def inputs(model: nn.Module, *, tokens: int, sequences: int) -> dict[str, Any]:
