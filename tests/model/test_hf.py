@@ -9,13 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3nConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from overspill.checkpoint import open_checkpoint
@@ -259,3 +261,28 @@ def test_what_a_model_needs_and_is_not_installed_is_in_the_hint() -> None:
         hf.build_skeleton(Gemma3nConfig(), torch.float32)
     assert "pip install" in (refused.value.hint or "")
     assert "timm" in (refused.value.hint or "")
+
+
+WORDS = ("experts", "layers", "w1", "w2", "w10", "w", "wa", "0", "2", "10", "007", "a-b", "a_b", "")
+SEGMENTS = st.lists(st.sampled_from(WORDS), min_size=1)
+
+
+@hypothesis.given(st.lists(SEGMENTS.map(".".join), max_size=12))
+def test_names_are_in_transformers_order(names: list[str]) -> None:
+    assert sorted(names, key=hf.natural_key) == sorted(names, key=dot_natural_key)
+
+
+def test_experts_are_renamed_alike_where_the_first_and_the_last_are() -> None:
+    asked: list[str] = []
+
+    def target_of(name: str) -> tuple[str, str | None]:
+        asked.append(name)
+        block, _, rest = name.partition(".experts.")
+        number, _, which = rest.partition(".")
+        if block == "odd" and number == "11":
+            return f"odd.experts.{number}.{which}", None
+        return f"{block}.experts.{which}", which
+
+    names = [f"{block}.experts.{n}.up.weight" for block in ("even", "odd") for n in range(12)] + ["norm.weight"]
+    assert hf._experts_alike(names, target_of) == {"even.experts.*.up.weight": ("even.experts.up.weight", "up.weight")}
+    assert len(asked) == 4

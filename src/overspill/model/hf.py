@@ -34,7 +34,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
-    dot_natural_key,
     rename_source_key,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -227,7 +226,7 @@ def map_checkpoint_names(model: Any, names: Iterable[str]) -> tuple[dict[str, st
             target, pattern = rename_source_key(name, [], [], prefix, skeleton)
         return target, pattern
 
-    ordered = sorted(names, key=dot_natural_key)
+    ordered = sorted(names, key=natural_key)
     alike = _experts_alike(ordered, target_of)
     for name in ordered:
         target, pattern = alike.get(_EXPERT.sub(r"\1*", name)) or target_of(name)
@@ -244,6 +243,22 @@ def map_checkpoint_names(model: Any, names: Iterable[str]) -> tuple[dict[str, st
         patterns = group.converter.source_patterns
         group.sources = {pattern: group.sources[pattern] for pattern in patterns if pattern in group.sources}
     return renamed, list(groups.values()), nowhere
+
+
+def natural_key(name: str) -> str:
+    """transformers' order of state-dict names (its dot_natural_key): numbers as such, and before words.
+
+    As text, which takes a fifth of the memory of its lists: all keys are there at once.
+    """
+    parts = []
+    for part in name.split("."):
+        if part.isdigit():
+            parts.append(f"\1{int(part):020}")
+        else:
+            word = part.rstrip("0123456789")
+            number = part[len(word) :]
+            parts.append(f"\2{word}\1{int(number):020}" if number else f"\2{word}")
+    return "\0".join(parts)
 
 
 _EXPERT = re.compile(r"(\.experts\.)\d+(?=\.)")

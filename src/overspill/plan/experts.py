@@ -109,9 +109,10 @@ def _placed(
             hint=f"at most {layers}, or cpu_moe for the experts of all layers",
         )
     placed = []
+    compiled = [(rule, re.compile(rule.pattern)) for rule in rules]
     used: set[PlacementRule] = set()
     for block in blocks:
-        winners = {part: _first(rules, names) for part, names in block.parts().items()}
+        winners = {part: _first(compiled, names) for part, names in block.parts().items()}
         used.update(rule for rule in winners.values() if rule is not None)
         if all(rule is None for rule in winners.values()):
             continue
@@ -124,10 +125,9 @@ def _placed(
     return placed, warnings
 
 
-def _first(rules: Iterable[PlacementRule], names: Iterable[str]) -> PlacementRule | None:
+def _first(rules: Iterable[tuple[PlacementRule, re.Pattern[str]]], names: Sequence[str]) -> PlacementRule | None:
     """The first rule that finds any of the weight's names."""
-    names = tuple(names)
-    return next((rule for rule in rules if any(re.search(rule.pattern, name) for name in names)), None)
+    return next((rule for rule, pattern in rules if any(map(pattern.search, names))), None)
 
 
 def _why(rule: PlacementRule) -> str:
