@@ -41,9 +41,8 @@ def opened(hub: Hub, home: Path, *, own_code: bool = False, then: str = "", offl
     """What a process finds that opens MODEL."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
-        "HF_ENDPOINT": hub.address,
+        **hub.environment,
         "HF_HOME": str(home),
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         **({"HF_HUB_OFFLINE": "1"} if offline else {}),
     }
     command = [sys.executable, "-c", OPEN, MODEL, json.dumps([own_code, then])]

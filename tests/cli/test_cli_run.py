@@ -198,7 +198,7 @@ def test_a_model_on_the_hub_is_planned_from_headers_and_then_downloaded(
 ) -> None:
     question = ["--prompt", "hello", "--max-tokens", "3", "--json"]
     with hub_of(talking) as hub:
-        environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        environment = {**os.environ, **hub.environment, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
 
         def overspill(*arguments: str) -> subprocess.CompletedProcess[str]:
             command = [sys.executable, "-m", "overspill", *arguments]
