@@ -209,6 +209,18 @@ def test_layers_on_disk_are_bound_by_the_disk(llama: ModelMap) -> None:
     assert step.limit == DISK
 
 
+def test_reads_slow_what_is_computed_beside_them(llama: ModelMap) -> None:
+    """The disk is busy for a tenth of the computing, which takes twice as long meanwhile."""
+    document = {"prefetch": {"offload_group_size": 2}}
+    plan = plan_of(llama, document, memory_limit_bytes=plan_of(llama, document).memory.host_bytes - 4096)
+    assert plan.ring is not None
+    on_disk = plan.step.disk_bytes
+    reading_s = 0.1
+    fast = rates(disk_bytes_s=on_disk / reading_s, layer_s=1.0, beside_reads=2.0)
+    assert pass_of(plan, fast, 1, kept_tokens=0).seconds == pytest.approx(6 + reading_s / 2)
+    assert pass_of(plan, rates(disk_bytes_s=on_disk / reading_s, layer_s=1.0), 1, kept_tokens=0).seconds == 6
+
+
 def test_the_forecast_is_of_batches_to_256_and_a_prompt(llama: ModelMap) -> None:
     found = forecast(plan_of(llama), rates(read_bytes_s={"float32": 1e9}, flops={"float32": 1e9}))
     assert [step.tokens for step in found.decode] == list(BATCHES) == [1, 2, 4, 8, 16, 32, 64, 128, 256]

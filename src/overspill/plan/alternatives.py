@@ -20,6 +20,10 @@ from overspill.plan.placement import Plan
 from overspill.plan.planner import planner_of
 from overspill.plan.tiers import Tier
 
+_DOCUMENT = "--offload-config"
+_OF_FIT = 4
+"""So many of the ways that fit finds are shown."""
+
 
 @dataclass(frozen=True)
 class Alternative:
@@ -77,11 +81,6 @@ def alternatives(plan: Plan, settings: Settings, device: Device) -> Alternatives
     least = min((seconds for seconds, _ in able), default=0.0)
     pick = next((row for seconds, row in able if seconds <= AS_GOOD * least), None)
     return Alternatives(tuple(rows), pick, rates.origin, plan.device_kind == "emulated")
-
-
-_DOCUMENT = "--offload-config"
-_OF_FIT = 4
-"""So many of the ways that fit finds are shown."""
 
 
 def _comes_to(plan: Plan) -> object:

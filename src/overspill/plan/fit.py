@@ -34,6 +34,12 @@ ASSUMED = Rates(
 )
 """For the choice alone, where nothing better is known; no time is forecast by them."""
 
+AS_GOOD = 1.01
+"""A way that takes no longer than this many times the least is as good."""
+
+_LARGEST_GROUP = 16
+"""Groups up to this size are tried with every number of their layers, larger ones with one."""
+
 
 @dataclass(frozen=True)
 class Way:
@@ -86,10 +92,6 @@ def fit(model: ModelMap, offload: OffloadConfig, planned: Planned, rates: Rates 
         return (len(way.settings.split()) if way.seconds <= AS_GOOD * least else sys.maxsize, way.seconds)
 
     return sorted(found.values(), key=rank)
-
-
-AS_GOOD = 1.01
-"""A way that takes no longer than this many times the least is as good."""
 
 
 class _Search:
@@ -164,9 +166,6 @@ class _Search:
     def _on_device(self, settings: OffloadConfig) -> bool:
         plan = self.planned(settings)
         return plan is not None and excess_bytes(plan) <= 0
-
-
-_LARGEST_GROUP = 16
 
 
 def _with_budget(offload: OffloadConfig, nbytes: int) -> OffloadConfig:
