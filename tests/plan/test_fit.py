@@ -98,6 +98,15 @@ def test_a_slow_device_hides_copies_and_a_fast_one_reads_in_place(dense: ModelMa
     assert fast.backend == "uva"
 
 
+def test_where_most_layers_are_copied_they_come_through_two_buffers(dense: ModelMap) -> None:
+    """With one nothing is hidden behind the layers that are copied."""
+    memory_bytes = int(plan_of(dense, 8 << 30).memory.device_bytes * 0.4)
+    known = rates(read_bytes_s={"bfloat16": 10e9}, asynchronous=False)
+    plan = plan_of(dense, memory_bytes, known=known)
+    assert plan.ring is not None
+    assert plan.ring.step == 2
+
+
 def test_no_way_is_better_than_the_one_taken(tiny: MakeTiny) -> None:
     """Of a sparse model: every way that fits, forecast by hand."""
     model = mapped(tiny("qwen3_moe"), tokens=4)
@@ -291,6 +300,8 @@ def test_offload_that_is_not_needed_is_called_out(dense: ModelMap) -> None:
     (note,) = [n for n in plan_of(dense, 8 << 30, stated).notes if "not needed" in n]
     assert "free on the device" in note
     assert "offloaded" in note
+    budget = {"overspill": {"device_fit": {"weight_budget_bytes": 1310 * MIB}}}
+    assert not any("not needed" in n for n in plan_of(dense, 8 << 30, stated | budget).notes), "the budget needs it"
     tight = plan_of(dense, plan_of(dense, 8 << 30, stated).memory.device_bytes + MIB, stated)
     assert not any("not needed" in n for n in tight.notes)
 

@@ -221,6 +221,18 @@ def test_reads_slow_what_is_computed_beside_them(llama: ModelMap) -> None:
     assert pass_of(plan, rates(disk_bytes_s=on_disk / reading_s, layer_s=1.0), 1, kept_tokens=0).seconds == 6
 
 
+def test_a_correction_is_of_its_way_and_of_every_part(llama: ModelMap) -> None:
+    plain, uva = plan_of(llama), plan_of(llama, {"uva": {"cpu_offload_gb": 1}}, Link(1e6, 0.0, measured=False))
+    known = rates(layer_s=0.01)
+    corrected = rates(layer_s=0.01, corrections={"uva": (2.0, "a run"), "*": (3.0, "others")})
+    for plan, times in ((uva, 2.0), (plain, 3.0)):
+        before, after = (pass_of(plan, r, 1, kept_tokens=0) for r in (known, corrected))
+        assert after.seconds == pytest.approx(times * before.seconds)
+        assert dict(after.parts) == pytest.approx({name: times * part for name, part in before.parts.items()})
+        assert after.limit == before.limit
+    assert forecast(uva, corrected).origin == "made up, corrected by 2.00 (a run)"
+
+
 def test_the_forecast_is_of_batches_to_256_and_a_prompt(llama: ModelMap) -> None:
     found = forecast(plan_of(llama), rates(read_bytes_s={"float32": 1e9}, flops={"float32": 1e9}))
     assert [step.tokens for step in found.decode] == list(BATCHES) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
