@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from overspill.checkpoint import open_checkpoint
 from overspill.errors import UnsupportedModelError
 from overspill.model import hf
+from overspill.model.hf_names import _blocks, _targets, map_checkpoint_names
 from tiny_models import ARCHITECTURES, TINY, MakeTiny
 
 
@@ -147,7 +148,7 @@ def test_rebuilding_leaves_weights_that_are_there_alone() -> None:
 def test_names_go_to_parameters_groups_or_nowhere(tiny: MakeTiny) -> None:
     names = open_checkpoint(tiny("mixtral")).tensors
     extra = ["model.layers.9.self_attn.q_proj.weight", "vision.patch.weight"]
-    renamed, groups, nowhere = hf.map_checkpoint_names(skeleton_of("mixtral"), [*names, *extra])
+    renamed, groups, nowhere = map_checkpoint_names(skeleton_of("mixtral"), [*names, *extra])
     assert sorted(nowhere) == sorted(extra)
     assert renamed["model.layers.3.mlp.gate.weight"] == "model.layers.3.block_sparse_moe.gate.weight"
     by_target = {group.target: group for group in groups}
@@ -168,7 +169,7 @@ def test_experts_are_taken_in_the_order_of_their_numbers() -> None:
     config.num_experts = 12
     skeleton = hf.build_skeleton(config, torch.float32)
     names = [f"model.layers.0.mlp.experts.{e}.down_proj.weight" for e in range(12)]
-    _, (group,), _ = hf.map_checkpoint_names(skeleton, sorted(names))
+    _, (group,), _ = map_checkpoint_names(skeleton, sorted(names))
     assert group.names == names
 
 
@@ -176,11 +177,11 @@ def test_of_two_tensors_for_one_parameter_its_own_name_wins_and_the_other_is_tol
     skeleton = skeleton_of("llama")
     name, other = "model.norm.weight", "norm.weight"
     for given in ([name, other], [other, name]):
-        renamed, _, nowhere = hf.map_checkpoint_names(skeleton, given)
+        renamed, _, nowhere = map_checkpoint_names(skeleton, given)
         assert (renamed[name], nowhere) == (name, [other])
     fused = "model.layers.0.mlp.experts.down_proj"
     parts = [f"model.layers.0.mlp.experts.{e}.down_proj.weight" for e in range(6)]
-    renamed, groups, nowhere = hf.map_checkpoint_names(skeleton_of("qwen3_moe"), [*parts, fused])
+    renamed, groups, nowhere = map_checkpoint_names(skeleton_of("qwen3_moe"), [*parts, fused])
     assert (renamed, groups, nowhere) == ({fused: fused}, [], parts)
     assert tiny("llama").is_dir()
 
@@ -267,9 +268,27 @@ WORDS = ("experts", "layers", "w1", "w2", "w10", "w", "wa", "0", "2", "10", "007
 SEGMENTS = st.lists(st.sampled_from(WORDS), min_size=1)
 
 
-@hypothesis.given(st.lists(SEGMENTS.map(".".join), max_size=12))
-def test_names_are_in_transformers_order(names: list[str]) -> None:
-    assert sorted(names, key=hf.natural_key) == sorted(names, key=dot_natural_key)
+@hypothesis.given(st.lists(SEGMENTS.map(".".join), max_size=12, unique=True))
+def test_names_are_in_transformers_order_and_those_of_a_blocks_experts_together(names: list[str]) -> None:
+    blocks = list(_blocks(names))
+    assert sorted(name for block in blocks for name in block) == sorted(names)
+    assert all(sorted(block, key=dot_natural_key) == sorted(block, key=_expert_of) for block in blocks)
+    assert all(block == sorted(block, key=lambda name: (_expert_of(name), name)) for block in blocks)
+    others = [block[0] for block in blocks if ".experts." not in block[0]]
+    assert others == sorted(others, key=dot_natural_key)
+    assert len({tuple(_without_expert(block[0])) for block in blocks}) == len(blocks)
+    assert all(len({tuple(_without_expert(name)) for name in block}) == 1 for block in blocks)
+
+
+def _expert_of(name: str) -> int:
+    number = name.partition(".experts.")[2].partition(".")[0]
+    return int(number) if number.isdecimal() else -1
+
+
+def _without_expert(name: str) -> list[str]:
+    before, experts, after = name.partition(".experts.")
+    number, _, weight = after.partition(".")
+    return [before, experts, weight] if number.isdecimal() else [name]
 
 
 def test_experts_are_renamed_alike_where_the_first_and_the_last_are() -> None:
@@ -283,6 +302,9 @@ def test_experts_are_renamed_alike_where_the_first_and_the_last_are() -> None:
             return f"odd.experts.{number}.{which}", None
         return f"{block}.experts.{which}", which
 
-    names = [f"{block}.experts.{n}.up.weight" for block in ("even", "odd") for n in range(12)] + ["norm.weight"]
-    assert hf._experts_alike(names, target_of) == {"even.experts.*.up.weight": ("even.experts.up.weight", "up.weight")}
-    assert len(asked) == 4
+    even, odd = ([f"{block}.experts.{n}.up.weight" for n in range(12)] for block in ("even", "odd"))
+    assert list(_targets(even, target_of)) == [(even, ("even.experts.up.weight", "up.weight"))]
+    assert asked == [even[0], even[-1]]
+    found = list(_targets(odd, target_of))
+    assert [names for names, _ in found] == [[name] for name in odd]
+    assert found[11][1] == ("odd.experts.11.up.weight", None)

@@ -51,7 +51,7 @@ def llama(tiny: MakeTiny) -> ModelMap:
 
 def test_one_token_reads_every_weight_once_and_the_cache(llama: ModelMap) -> None:
     step = pass_of(plan_of(llama), rates(read_bytes_s={"float32": 1e9}), 1, kept_tokens=5)
-    read = sum(weight.step_bytes(1) for weight in llama) + 5 * llama.trace.kv_token_bytes
+    read = sum(weight.step_bytes(1) for weight in llama) + 3 * 5 * llama.trace.kv_token_bytes
     assert step.seconds == pytest.approx(read / 1e9)
     assert step.limit == DEVICE_MEMORY
 
@@ -155,8 +155,8 @@ def test_layers_with_a_window_read_no_more_than_it_of_the_cache(tiny: MakeTiny) 
     plan = plan_of(model)
     short, long, longer = (pass_of(plan, rates(read_bytes_s={"float32": 1e9}), 1, kept_tokens=kept).seconds
                            for kept in (window, 20, 25))  # fmt: skip
-    assert long - short == pytest.approx((20 - window) * whole / 1e9)
-    assert longer - long == pytest.approx(5 * whole / 1e9)
+    assert long - short == pytest.approx(3 * (20 - window) * whole / 1e9)
+    assert longer - long == pytest.approx(3 * 5 * whole / 1e9)
 
 
 def test_a_prompt_computes_the_logits_of_its_last_token_alone(llama: ModelMap) -> None:

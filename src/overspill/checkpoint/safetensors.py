@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from overspill.checkpoint.files import DOWNLOAD_AGAIN, HeaderFile, opened
 from overspill.checkpoint.records import Encoding, Extent, TensorRecord
@@ -121,34 +121,39 @@ def _metadata(path: Path, value: Any) -> dict[str, str]:
 
 
 def _record(path: Path, name: str, info: Any, data_start: int, data_bytes: int) -> TensorRecord:
-    def refuse(reason: str, *, hint: str | None = None) -> NoReturn:
-        raise CheckpointError(f"{path}, tensor {name!r}: {reason}", hint=hint)
-
     if type(info) is not dict:
-        refuse(f"its entry is not an object but {info!r:.80}")
+        raise _fault(path, name, f"its entry is not an object but {info!r:.80}")
     dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")
     encoding = ENCODINGS.get(dtype) if type(dtype) is str else None
     if encoding is None:
-        refuse(f"dtype {dtype!r:.80} is unknown", hint=f"known: {', '.join(ENCODINGS)}")
+        raise _fault(path, name, f"dtype {dtype!r:.80} is unknown", hint=f"known: {', '.join(ENCODINGS)}")
     if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
-        refuse(f"shape {shape!r:.80} is not a list of at most {MAX_DIMENSIONS} sizes")
+        raise _fault(path, name, f"shape {shape!r:.80} is not a list of at most {MAX_DIMENSIONS} sizes")
     for size in shape:
         if type(size) is not int or size < 0:
-            refuse(f"shape {shape!r:.200} has a size that is not a non-negative integer")
-    if type(offsets) is not list or [type(offset) for offset in offsets] != [int, int]:
-        refuse(f"data_offsets {offsets!r:.80} are not two integers")
+            raise _fault(path, name, f"shape {shape!r:.200} has a size that is not a non-negative integer")
+    if type(offsets) is not list or len(offsets) != 2 or type(offsets[0]) is not int or type(offsets[1]) is not int:
+        raise _fault(path, name, f"data_offsets {offsets!r:.80} are not two integers")
     begin, end = offsets
     if not 0 <= begin <= end:
-        refuse(f"data_offsets {offsets!r:.200} are reversed or negative")
+        raise _fault(path, name, f"data_offsets {offsets!r:.200} are reversed or negative")
     nbytes = math.prod(shape) * encoding.block_bytes
     if nbytes != end - begin:
-        refuse(f"{dtype} of shape {shape!r:.200} takes {nbytes} bytes, its data_offsets span {end - begin}")
+        raise _fault(
+            path, name, f"{dtype} of shape {shape!r:.200} takes {nbytes} bytes, its data_offsets span {end - begin}"
+        )
     if end > data_bytes:
-        refuse(
+        raise _fault(
+            path,
+            name,
             f"its data ends at byte {data_start + end}, the file at {data_start + data_bytes}",
             hint=DOWNLOAD_AGAIN,
         )
     return TensorRecord(name, encoding, tuple(shape), Extent(path, data_start + begin, nbytes))
+
+
+def _fault(path: Path, name: str, reason: str, *, hint: str | None = None) -> CheckpointError:
+    return CheckpointError(f"{path}, tensor {name!r}: {reason}", hint=hint)
 
 
 def _check_layout(path: Path, records: list[TensorRecord], data_start: int, data_bytes: int) -> None:

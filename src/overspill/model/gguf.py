@@ -16,7 +16,7 @@ from overspill.errors import UnsupportedModelError
 from overspill.model import hf_gguf
 from overspill.model.gguf_blocks import dequantize
 from overspill.model.gguf_config import architecture_of, config_from_gguf, generation_config_from_gguf
-from overspill.model.hf import ConversionGroup
+from overspill.model.hf_names import ConversionGroup
 from overspill.model.sources import Conversion, Source, single
 
 __all__ = [

@@ -1,19 +1,16 @@
 """Every contact with transformers' less public functions, pinned by tests/model/test_hf.py.
 
-Written against transformers 5.17 to 5.24. What is used and is not documented as public: the conversion mapping
-(`get_model_conversion_mapping`, `rename_source_key`, `WeightConverter`, which PEFT uses too), the rebuilding of
-buffers (`_initialize_missing_keys`), the dtype plan, and the class that marks decoder layers. GGUF's tables are in
-hf_gguf.py, the experts registry in hf_experts.py.
+Written against transformers 5.17 to 5.24. What is used and is not documented as public: the rebuilding of buffers
+(`_initialize_missing_keys`), the dtype plan, and the class that marks decoder layers. Checkpoints' names are in
+hf_names.py, GGUF's tables in hf_gguf.py, the experts registry in hf_experts.py.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +26,6 @@ from transformers import (
     GenerationMixin,
     PretrainedConfig,
     PreTrainedModel,
-)
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
@@ -171,116 +162,6 @@ def ignored_unexpected(model: nn.Module, name: str) -> bool:
     """Whether transformers itself passes over this checkpoint tensor (an extra prediction head, an old buffer)."""
     patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"]
     return any(re.search(pattern, name) for pattern in patterns)
-
-
-@dataclass
-class ConversionGroup:
-    """Checkpoint tensors that transformers turns into one or more parameters together.
-
-    `sources` are checkpoint names by transformers' pattern, in the order in which the operations take them.
-    """
-
-    target: str
-    converter: WeightConverter
-    sources: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def names(self) -> list[str]:
-        return [name for names in self.sources.values() for name in names]
-
-    @property
-    def operations(self) -> list[tuple[str, int | None]]:
-        """(class name, dimension) of each operation."""
-        return [(type(op).__name__, getattr(op, "dim", None)) for op in self.converter.operations]
-
-    def convert(self, model: nn.Module, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Parameters by full name; `read` gives a checkpoint tensor by its name (meta tensors show the shapes)."""
-        converter = deepcopy(self.converter)
-        for pattern, names in self.sources.items():
-            for name in names:
-                converter.add_tensor(self.target, name, pattern, read(name))
-        return {
-            name: tensor[0] if isinstance(tensor, list) else tensor
-            for name, tensor in converter.convert(self.target, model=model, config=model.config).items()
-        }
-
-
-def map_checkpoint_names(model: Any, names: Iterable[str]) -> tuple[dict[str, str], list[ConversionGroup], list[str]]:
-    """Where each checkpoint tensor goes: (parameter -> its one tensor, groups to convert, names that go nowhere).
-
-    Of several tensors for one parameter the one of its own name is taken, else the first.
-    """
-    transforms = get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    skeleton = model.state_dict()
-    prefix = model.base_model_prefix
-    renamed: dict[str, str] = {}
-    groups: dict[str, ConversionGroup] = {}
-    nowhere: list[str] = []
-
-    def target_of(name: str) -> tuple[str, str | None]:
-        target, pattern = rename_source_key(name, renamings, converters, prefix, skeleton)
-        if target not in skeleton and name in skeleton:
-            target, pattern = rename_source_key(name, [], [], prefix, skeleton)
-        return target, pattern
-
-    ordered = sorted(names, key=natural_key)
-    alike = _experts_alike(ordered, target_of)
-    for name in ordered:
-        target, pattern = alike.get(_EXPERT.sub(r"\1*", name)) or target_of(name)
-        if target not in skeleton or (target in renamed and name != target):
-            nowhere.append(name)
-        elif pattern is None:
-            nowhere += [renamed[target]] if target in renamed else []
-            renamed[target] = name
-        else:
-            group = groups.setdefault(target, ConversionGroup(target, by_pattern[pattern]))
-            group.sources.setdefault(pattern, []).append(name)
-    nowhere += [name for target in renamed.keys() & groups.keys() for name in groups.pop(target).names]
-    for group in groups.values():  # operations take tensors in the order of their patterns, not of their names
-        patterns = group.converter.source_patterns
-        group.sources = {pattern: group.sources[pattern] for pattern in patterns if pattern in group.sources}
-    return renamed, list(groups.values()), nowhere
-
-
-def natural_key(name: str) -> str:
-    """transformers' order of state-dict names (its dot_natural_key): numbers as such, and before words.
-
-    As text, which takes a fifth of the memory of its lists: all keys are there at once.
-    """
-    parts = []
-    for part in name.split("."):
-        if part.isdigit():
-            parts.append(f"\1{int(part):020}")
-        else:
-            word = part.rstrip("0123456789")
-            number = part[len(word) :]
-            parts.append(f"\2{word}\1{int(number):020}" if number else f"\2{word}")
-    return "\0".join(parts)
-
-
-_EXPERT = re.compile(r"(\.experts\.)\d+(?=\.)")
-
-
-def _experts_alike(
-    ordered: Sequence[str], target_of: Callable[[str], tuple[str, str | None]]
-) -> dict[str, tuple[str, str | None]]:
-    """Where each weight of a block's experts goes, by its name with * for the expert, asked for the first and the last.
-
-    Where both go into one stack, those between do too. A large model has tens of thousands of them.
-    """
-    ends: dict[str, list[str]] = {}
-    for name in ordered:
-        if (block := _EXPERT.sub(r"\1*", name)) != name:
-            ends.setdefault(block, [name, name])[1] = name
-    found: dict[str, tuple[str, str | None]] = {}
-    for block, (first, last) in ends.items():
-        target, pattern = target_of(first)
-        if pattern is not None and target_of(last) == (target, pattern):
-            found[block] = target, pattern
-    return found
 
 
 def inputs(model: nn.Module, *, tokens: int, sequences: int) -> dict[str, Any]:

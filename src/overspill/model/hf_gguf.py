@@ -33,7 +33,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from overspill.errors import UnsupportedModelError
-from overspill.model.hf import ConversionGroup
+from overspill.model.hf_names import ConversionGroup
 
 _TABLES: Mapping[str, Mapping[str, str | None]] = GGUF_TO_TRANSFORMERS_MAPPING["config"]
 _TABLE_OF = {

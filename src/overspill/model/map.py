@@ -13,6 +13,7 @@ from overspill.checkpoint import Checkpoint, stamps
 from overspill.errors import ConfigError, UnsupportedModelError
 from overspill.model import hf
 from overspill.model.gguf import config_from_gguf, sources_of_gguf
+from overspill.model.hf_names import map_checkpoint_names
 from overspill.model.misfits import refuse_misfits
 from overspill.model.sources import Conversion, ConvertedShapes, Extents, Live, Source, converted, single
 from overspill.model.stacks import Stack, find_stacks
@@ -140,7 +141,7 @@ def map_live(model: nn.Module, *, tokens: int, sequences: int = 1) -> ModelMap:
 
 
 def _safetensors_sources(checkpoint: Checkpoint, skeleton: nn.Module) -> tuple[dict[str, Source], tuple[str, ...]]:
-    renamed, groups, nowhere = hf.map_checkpoint_names(skeleton, checkpoint.tensors)
+    renamed, groups, nowhere = map_checkpoint_names(skeleton, checkpoint.tensors)
     shapes = ConvertedShapes(skeleton, checkpoint.tensors)
     refuse_misfits(skeleton, renamed, groups, checkpoint.tensors, shapes)
     sources: dict[str, Source] = {target: single(checkpoint.tensors[name]) for target, name in renamed.items()}

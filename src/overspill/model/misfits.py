@@ -9,7 +9,7 @@ from torch import nn
 
 from overspill.checkpoint.records import TensorRecord
 from overspill.errors import UnsupportedModelError
-from overspill.model.hf import ConversionGroup
+from overspill.model.hf_names import ConversionGroup
 from overspill.model.sources import ConvertedShapes
 
 _LISTED = 8
@@ -54,18 +54,22 @@ def refuse_misfits(
 
 
 def _group_faults(group: ConversionGroup, own: Mapping[str, torch.Tensor], shapes: ConvertedShapes) -> Iterator[str]:
-    stacked = own[group.target].shape[0] if own[group.target].dim() else 0
-    missing = [pattern for pattern in group.converter.source_patterns if pattern not in group.sources]
-    missing += [n for names in group.sources.values() if len(names) > 1 for n in _gaps(names, stacked)]
-    because = f"; missing: {_few(missing)}" if missing else ""
     try:
         made = shapes.of(group)
     except (RuntimeError, ValueError, IndexError) as error:  # transformers' operations, on tensors that do not match
-        yield f"{group.target} ({str(error).strip()}{because})"
+        yield f"{group.target} ({str(error).strip()}{_missing(group, own)})"
         return
     for name, tensor in made.items():
         if name in own and tensor.shape != own[name].shape:
-            yield f"{name} {list(tensor.shape)} (model: {list(own[name].shape)}{because})"
+            yield f"{name} {list(tensor.shape)} (model: {list(own[name].shape)}{_missing(group, own)})"
+
+
+def _missing(group: ConversionGroup, own: Mapping[str, torch.Tensor]) -> str:
+    """What the group lacks, to stand behind its fault."""
+    stacked = own[group.target].shape[0] if own[group.target].dim() else 0
+    missing = [pattern for pattern in group.converter.source_patterns if pattern not in group.sources]
+    missing += [n for names in group.sources.values() if len(names) > 1 for n in _gaps(names, stacked)]
+    return f"; missing: {_few(missing)}" if missing else ""
 
 
 def _gaps(names: Sequence[str], count: int) -> list[str]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from overspill.checkpoint.records import Extent, TensorRecord
 from overspill.errors import CheckpointError
-from overspill.model.hf import ConversionGroup
+from overspill.model.hf_names import ConversionGroup
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,15 @@ class ConvertedShapes:
         self._records = records
         self._own = model.state_dict()
         self._known: dict[object, torch.Tensor] = {}
+        self._of: dict[str, dict[str, torch.Tensor]] = {}
 
     def of(self, group: ConversionGroup) -> dict[str, torch.Tensor]:
         """Raises what transformers' operations raise over tensors that do not match."""
+        if group.target not in self._of:
+            self._of[group.target] = self._made(group)
+        return self._of[group.target]
+
+    def _made(self, group: ConversionGroup) -> dict[str, torch.Tensor]:
         own = self._own.get(group.target)
         columns = tuple(
             (pattern, tuple((self._records[name].shape, self._records[name].encoding.name) for name in names))
@@ -183,6 +189,7 @@ def _stacked_extents(group: ConversionGroup, records: Mapping[str, TensorRecord]
         return None
     extents, at = [], 0
     for record in order:
-        extents.append(replace(record.extent, at=at))
-        at += record.nbytes
+        extent = record.extent
+        extents.append(Extent(extent.file, extent.offset, extent.length, at))
+        at += extent.length
     return tuple(extents)

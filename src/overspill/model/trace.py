@@ -276,11 +276,19 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     """Every tensor of an operation's arguments or result; several times faster than pytree's walk."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return _tensors([*value.values()]) if isinstance(value, dict) else []
+    found: list[torch.Tensor] = []
+    _gather((value,), found)
+    return found
+
+
+def _gather(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _gather(value, found)
+        elif isinstance(value, dict):
+            _gather(value.values(), found)
 
 
 _GATHERS = frozenset({"embedding", "index_select", "index", "gather"})
@@ -320,13 +328,12 @@ class _Observer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        arguments = {id(a): a for a in _tensors((args, kwargs))}
         guess: Any = _GUESSED.get(func)
         self.guesses += guess in (_scalar, _nonzero)
         result = guess(*args, **kwargs) if guess is not None else self.run(func, args, kwargs)
-        self._count(func, args, kwargs, arguments.values(), result)
-        for tensor in _tensors(result):
-            storage = tensor.untyped_storage()
+        made = [tensor.untyped_storage() for tensor in _tensors(result)]
+        self._count(func, args, kwargs, {storage._cdata for storage in made}, result)
+        for storage in made:
             if storage._cdata not in self.known:
                 self.known.add(storage._cdata)
                 self.live_bytes += storage.nbytes()
@@ -334,21 +341,21 @@ class _Observer(TorchDispatchMode):
                 weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes()).atexit = False
         return result
 
-    def _count(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Iterable[torch.Tensor], result: Any
-    ) -> None:
-        """What this operation reads of parameters, and which it writes."""
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: set[int], result: Any) -> None:
+        """What this operation reads of parameters, and which it writes; `made` is the memory of its results."""
+        read = {}
+        for argument in _tensors((args, kwargs)):
+            name = self.parameters.get(argument.untyped_storage()._cdata)
+            if name is not None and argument.numel():
+                read[id(argument)] = argument, name
+        if not read:
+            return
         written = {id(tensor) for tensor in _written(func, args, kwargs)}
         gathers = func.overloadpacket.__name__ in _GATHERS
-        made = {t.untyped_storage()._cdata for t in _tensors(result)}
-        for argument in arguments:
-            storage = argument.untyped_storage()._cdata
-            name = self.parameters.get(storage)
-            if name is None or not argument.numel():
-                continue
+        for argument, name in read.values():
             if id(argument) in written:
                 self.written.add(name)
-            elif storage in made:  # a view of it
+            elif argument.untyped_storage()._cdata in made:  # a view of it
                 continue
             elif gathers and argument is args[0]:
                 self.read(name)

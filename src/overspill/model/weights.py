@@ -88,7 +88,7 @@ class Weight:
         """Its name, and its tied names (which lie outside any layer)."""
         return (self.name, *(WeightName(alias, None, None, None) for alias in self.aliases))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return tensor_bytes(self.shape, self.dtype)
 

@@ -1,7 +1,7 @@
 """What a pass takes, from what it reads and moves and how fast the machine does that; and what limits it.
 
 A pass over `tokens` tokens reads every dense weight once, of `experts` the share that so many tokens are expected to
-choose, E·(1−(1−k/E)^b), and the cache of what came before. Products are bound by reading weights or by arithmetic,
+choose, E·(1−(1−k/E)^b), and what is kept of earlier tokens. Products are bound by reading weights or by arithmetic,
 whichever takes longer. What crosses the link in place adds to that; what is copied ahead runs beside it as far as the
 ring's buffers allow (pipeline.py).
 """
@@ -22,6 +22,9 @@ from overspill.plan.tiers import Access, Tier
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPT_TOKENS = 512
+
+_CACHE_CROSSINGS = 3
+"""Keys and values are read, laid beside the new ones in other memory, and read there by attention."""
 
 DEVICE_MEMORY, DEVICE_COMPUTE, LAUNCHES = "device memory", "device compute", "layers' overhead"
 LINK, CPU, DISK = "link", "CPU", "disk"
@@ -140,7 +143,7 @@ def _layers(plan: Plan, rates: Rates, link: Link | None, tokens: int, kept_token
     order = layers_run(plan)
     times = Counter(order)
     work = {layer: _Work(layer, rates.layer_s) for layer in times}
-    cached_s = plan.model.trace.kept_bytes(kept_tokens) * tokens / max(rates.read_bytes_s.values())
+    cached_s = _CACHE_CROSSINGS * plan.model.trace.kept_bytes(kept_tokens) * tokens / max(rates.read_bytes_s.values())
     for layer, turn in work.items():
         turn.reading_s += cached_s * times[layer] / len(order)
     for placement in plan.placements:
