@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hub_server import MODEL, hub_of
 from safetensors.torch import load_file, save_file
 
 from overspill.compare import Outcome, Planned, RunFinished, RunStarted, compare
@@ -132,3 +136,30 @@ def test_a_candidate_with_another_weight_fails_same_answer_and_nothing_else(tiny
 def test_numbers_are_judged_before_the_model_is_looked_for(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         compare("/nonexistent/model.gguf", candidate={"uva": {"cpu_offload_gb": 1}}, prompts=PROMPTS, **wrong)
+
+
+FROM_HUB = """
+import json, sys
+from overspill.compare import Planned, RunStarted, compare
+
+files = []
+
+def hear(event):
+    if isinstance(event, Planned):
+        files.extend(event.candidate.model.checkpoint.files)
+        print(json.dumps([file.exists() for file in files]))
+    if isinstance(event, RunStarted):
+        print(json.dumps([file.exists() for file in files]))
+        raise SystemExit
+
+compare(sys.argv[1], candidate={"uva": {"cpu_offload_gb": 1}}, prompts=[[1, 2]], device="emulated", progress=hear)
+"""
+
+
+def test_a_model_on_the_hub_is_downloaded_before_any_run_starts(tiny, tmp_path):
+    """A run's deadline is for running."""
+    with hub_of(tiny("llama")) as hub:
+        environment = {**os.environ, **hub.environment, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-c", FROM_HUB, MODEL]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [[False], [True]], done.stderr
