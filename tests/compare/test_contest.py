@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hub_server import MODEL, hub_of
 from safetensors.torch import load_file, save_file
 
+from hub_server import MODEL, hub_of
 from overspill.compare import Outcome, Planned, RunFinished, RunStarted, compare
 from overspill.compare.contest import run_contest
 from overspill.compare.sides import make_contest

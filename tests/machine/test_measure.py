@@ -8,7 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import PretrainedConfig
+import torch
+from torch import nn
+from transformers import LlamaConfig, PretrainedConfig
 
 from overspill import bench
 from overspill.bench import measure_machine
@@ -68,6 +70,30 @@ def test_overheads_are_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     device = EmulatedDevice(_MIB, Link(5e9, 1e-5, measured=False))
     assert bench._overhead_seconds(device) == (2.0, 7.0)
     assert bench._expert_layer_seconds(device, 2.0, 7.0) == {"device": 7.0, "cpu": 7.0, "slots": 7.0}
+
+
+def test_each_product_leaves_cold_caches_and_what_that_takes_is_counted_by_pass() -> None:
+    norm, first, second = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+    model = nn.Sequential(norm, first, second)
+    passes = bench._evicting(model)
+    assert [len(module._forward_hooks) for module in (norm, first, second)] == [0, 1, 1]
+    for _ in range(3):
+        model(torch.ones(1, 8))
+    assert len(passes) == 3
+    assert all(seconds > 0 for seconds in passes)
+
+
+def test_a_step_is_taken_without_what_cools_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    cooled: list[nn.Module] = []
+
+    def evicting(model: nn.Module) -> list[float]:
+        cooled.append(model)
+        return [1000.0] * (bench._STEPS + 3)
+
+    monkeypatch.setattr(bench, "_evicting", evicting)
+    config = LlamaConfig(**bench._NEXT_TO_NOTHING, num_hidden_layers=1)
+    assert -1000 < bench._step_seconds(CpuDevice(), config, {}) < -900
+    assert len(cooled) == 1
 
 
 def test_no_more_is_taken_than_a_share_of_what_is_left(leave: Callable[[int], None], tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,9 +20,12 @@ from emulated_runs import DECODED, PROMPT, emulated, forward, passes, placed, pl
 from overspill.engine import SamplingParams
 from overspill.errors import CheckpointError, ConfigError, PlacementDefect, UnsupportedModelError
 from overspill.machine.cpu import CpuDevice
+from overspill.machine.device import Transfer
+from overspill.machine.reads import FileReader
+from overspill.model.experts import ExpertBlock
 from overspill.model.hf_experts import install, installed
-from overspill.offload.expert_sources import ExpertSource
-from overspill.offload.fetches import Fetch
+from overspill.offload.expert_sources import DiskSource, ExpertSource
+from overspill.offload.fetches import DiskFetch, Fetch
 from overspill.offload.ledger import take_ledger
 from overspill.offload.placed import PlacedModel, place
 from overspill.offload.stream import _without
@@ -233,6 +238,57 @@ def test_the_cpu_device_streams_from_disk(tiny: MakeTiny) -> None:
     assert torch.equal(streamed.logits, plain.logits)
     assert engine.ledger.bytes_on(Tier.DISK) == engine.plan.offloaded_bytes > 0
     assert "host" not in {block.purpose for block in engine.ledger.blocks}
+
+
+def test_slots_before_a_disk_are_full_from_the_start_with_experts_of_each_block_alike(tiny: MakeTiny) -> None:
+    heard: list[int] = []
+    document = extension(expert_stream={"slots": 14, "tier": "disk"})
+    engine = overspill.load(tiny("qwen3_moe"), document, device="cpu", progress=heard.append)
+    plain = overspill.load(tiny("qwen3_moe"), device="cpu")
+    stream = engine.placed.experts.stream
+    assert stream is not None
+    blocks = stream.slots.blocks
+    assert [block.experts for block in blocks] == [6] * 6
+    three, two = [(0, 0), (0, 2), (0, 4), (1, 0), (1, 2), (1, 4)], [(n, e) for n in range(2, 6) for e in (0, 3)]
+    assert sorted(stream.cache) == sorted(three + two)
+    for number, expert in stream.cache:
+        for attribute, weight in blocks[number].weights.items():
+            own = plain.placed.model.get_parameter(weight.full)[expert]
+            room = stream.room(stream.cache.slot((number, expert)))
+            assert torch.equal(engine.placed.experts.streamed[number].view(attribute, expert, room), own)
+    stream.cache.check()
+    assert (stream.counts.loaded, stream.counts.fills, stream.counts.lookups) == (14, 14, 0)
+    loaded_bytes = sum(blocks[number].expert_bytes for number, _ in stream.cache)
+    assert stream.counts.bytes == loaded_bytes
+    resident_bytes = sum(p.weight.nbytes for p in engine.plan.placements if p.tier is not Tier.DISK)
+    assert engine.ledger.read_bytes >= sum(heard) == resident_bytes + loaded_bytes
+
+
+def test_experts_that_cannot_be_loaded_fail_when_the_others_have_come(
+    tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their slots are given back then: nothing may land there later."""
+    started: list[DiskFetch] = []
+    start = DiskSource.start
+
+    def first_fails(self: DiskSource, block: ExpertBlock, expert: int, slot: torch.Tensor) -> DiskFetch:
+        if not started:
+            failed: Future[list[Transfer]] = Future()
+            failed.set_exception(CheckpointError("it is gone"))
+            started.append(DiskFetch(failed))
+        else:
+            fetch = start(self, block, expert, slot)
+            assert isinstance(fetch, DiskFetch)
+            started.append(fetch)
+        return started[-1]
+
+    read = FileReader.read
+    monkeypatch.setattr(FileReader, "read", lambda *given: (time.sleep(0.05), read(*given))[1])
+    monkeypatch.setattr(DiskSource, "start", first_fails)
+    with pytest.raises(CheckpointError, match="it is gone"):
+        overspill.load(tiny("qwen3_moe"), extension(expert_stream={"slots": 4, "tier": "disk"}), device="cpu")
+    assert len(started) == 4
+    assert all(fetch._read.done() for fetch in started)
 
 
 def test_a_file_cut_short_fails_the_pass_and_a_later_one_works(tiny: MakeTiny, tmp_path: Any) -> None:

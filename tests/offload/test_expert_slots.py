@@ -66,6 +66,11 @@ class Slots(RuleBasedStateMachine):
         self.held[key] = admission.slot
 
     @rule(key=keys)
+    def load(self, key: Key) -> None:
+        if key not in self.held and len(self.held) < self.slots.count:
+            self.held[key] = self.slots.load(key)
+
+    @rule(key=keys)
     def forget(self, key: Key) -> None:
         if key in self.held:
             self.slots.forget(key)

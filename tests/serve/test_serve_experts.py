@@ -80,6 +80,7 @@ def metrics_of(server: Server) -> dict[str, float]:
         "prefetch_wasted": ("overspill_expert_prefetches_total", {"result": "wasted"}),
         "prefetched": ("overspill_expert_prefetches_issued_total", {}),
         "promoted": ("overspill_expert_promotions_total", {}),
+        "loaded": ("overspill_expert_loads_total", {}),
         "evictions": ("overspill_expert_evictions_total", {}),
         "bytes": ("overspill_expert_bytes_total", {}),
         "stall_s": ("overspill_expert_stall_seconds_total", {}),
@@ -99,7 +100,7 @@ def adds_up(stream: dict[str, Any]) -> None:
 
 
 def fills(stream: dict[str, Any]) -> int:
-    return int(stream["fetched"] + stream["prefetched"] + stream["promoted"])
+    return int(stream["fetched"] + stream["prefetched"] + stream["promoted"] + stream["loaded"])
 
 
 def expert_bytes(server: Server) -> int:

@@ -27,7 +27,8 @@ class SlotCounts:
     A pass looks up each expert that it chose of a block once: `hits` were in a slot or on their way to one. Of the
     misses `fetched` came into a slot, `streamed` passed through without staying, `computed` were computed on the CPU.
     `prefetched` came before they were asked for: `prefetch_used` were then chosen, `prefetch_wasted` evicted before
-    that. `promoted` came after the CPU had computed them. `bytes` are all that came; for `stall_s` computing waited.
+    that. `promoted` came after the CPU had computed them, `loaded` before the first pass. `bytes` are all that came;
+    for `stall_s` computing waited.
     """
 
     hits: int = 0
@@ -38,6 +39,7 @@ class SlotCounts:
     prefetch_used: int = 0
     prefetch_wasted: int = 0
     promoted: int = 0
+    loaded: int = 0
     evictions: int = 0
     bytes: int = 0
     stall_s: float = 0.0
@@ -53,7 +55,7 @@ class SlotCounts:
     @property
     def fills(self) -> int:
         """How often an expert came into a slot of the cache."""
-        return self.fetched + self.prefetched + self.promoted
+        return self.fetched + self.prefetched + self.promoted + self.loaded
 
     def copy(self) -> SlotCounts:
         return SlotCounts(**{f.name: getattr(self, f.name) for f in fields(self)})
@@ -142,6 +144,14 @@ class ExpertSlots:
         self._slot_of[key] = slot
         self._push(key)
         return Admission(slot, victim)
+
+    def load(self, key: Key) -> int:
+        """A free slot for `key`, before the first pass."""
+        admission = self.admit(key, ())
+        assert admission is not None
+        assert admission.evicted is None, "more is loaded than there are slots"
+        self.counts.loaded += 1
+        return admission.slot
 
     def prefetch(self, key: Key, keep: Collection[Key]) -> Admission | None:
         """`admit`, for an expert that nobody asked for yet."""

@@ -106,6 +106,8 @@ def place(plan: Plan, device: Device, *, progress: Progress | None = None, debug
         prefetcher.install(model)
     hosts = {p.weight.full: targets[p.weight.full] for p in plan.on(Tier.HOST)}
     experts = run_experts(plan, model, device, blocks, hosts | mapped.tensors, converted)
+    if experts.stream is not None and experts.stream.slots.tier is Tier.DISK:
+        read_bytes += experts.stream.fill(progress)
     mapped.install(model)
     for path, runner in experts.by_module():
         install(model.get_submodule(path), runner)

@@ -4,7 +4,7 @@ For each pass over a block: look up what the router chose; bring what is missing
 architecture's own loop over the experts, each read from its slot; then bring what the next block will probably choose,
 by running its router on the present hidden states. A pass that chooses most of a block's experts, as a prompt does,
 streams what it misses through two slots of its own and evicts nothing: for a scan over all experts the share that is
-held is the hit rate, whatever a policy of replacement does.
+held is the hit rate, whatever a policy of replacement does. Slots before a disk are full from the start.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from overspill.offload.expert_slots import Admission, ExpertSlots, Key, SlotCoun
 from overspill.offload.expert_sources import ExpertSource
 from overspill.offload.fetches import Fetch
 from overspill.offload.in_place import BlockUse, CpuSide
+from overspill.offload.loader import Progress
 from overspill.plan import Access
 from overspill.plan.slots import SWEEP_SLOTS, Slots
 
@@ -80,6 +81,28 @@ class ExpertStream:
                 guess = _Guess(model.get_submodule(after.router), after)
             made.append(StreamedExperts(self, number, block, model.get_submodule(block.path), guess))
         return made
+
+    def fill(self, progress: Progress | None = None) -> int:
+        """Load as many experts as there are slots, of each block alike; returns their bytes. Raises CheckpointError.
+
+        They are spread over their block: a pass over nearly all of its experts, in their order, then has something to
+        compute between its reads.
+        """
+        share, more = divmod(self.slots.count, len(self.slots.blocks))
+        arriving = []
+        for number, block in enumerate(self.slots.blocks):
+            held = min(block.experts, share + (number < more))
+            keys = [(number, index * block.experts // held) for index in range(held)]
+            arriving += [(self.bring(key, self.cache.load(key)), block.expert_bytes) for key in keys]
+        try:
+            for fetch, nbytes in arriving:
+                fetch.wait()
+                if progress is not None:
+                    progress(nbytes)
+        finally:  # where one failed the others must not land in memory that is given back
+            for fetch, _ in arriving:
+                fetch.settle()
+        return sum(nbytes for _, nbytes in arriving)
 
     def room(self, number: int) -> torch.Tensor:
         """The bytes of slot `number`."""

@@ -116,8 +116,9 @@ class TierMemory(BaseModel):
 class LiveExpertStream(BaseModel):
     """Experts that come through slots.
 
-    `lookups` are `hits` and the three kinds of misses. `fetched`, `prefetched` and `promoted` less `evictions` are what
-    the slots hold. Of `prefetched`, those neither used nor wasted are in their slots and not asked for yet.
+    `lookups` are `hits` and the three kinds of misses. `fetched`, `prefetched`, `promoted` and `loaded` less
+    `evictions` are what the slots hold. Of `prefetched`, those neither used nor wasted are in their slots and not asked
+    for yet.
     """
 
     policy: str = Field(description="what is done with an expert that is in no slot: fetch, cpu, or auto")
@@ -135,6 +136,7 @@ class LiveExpertStream(BaseModel):
     prefetch_used: int = Field(description="prefetched, and then chosen")
     prefetch_wasted: int = Field(description="prefetched, and evicted before they were chosen")
     promoted: int = Field(description="brought into a slot after the CPU had computed them")
+    loaded: int = Field(description="brought into a slot before the first pass")
     evictions: int
     bytes: int = Field(description="of experts brought to the device")
     stall_s: float = Field(description="seconds that the host waited for them; what a GPU waits alone is not known")

@@ -178,6 +178,7 @@ def _streamed(counts: SlotCounts) -> Iterator[Metric]:
     for name, text, value in (
         ("prefetches_issued", "Experts fetched ahead: used, wasted, or not asked for yet.", counts.prefetched),
         ("promotions", "Experts fetched into a slot after the CPU had computed them.", counts.promoted),
+        ("loads", "Experts brought into a slot before the first pass.", counts.loaded),
         ("evictions", "Experts that left a slot.", counts.evictions),
         ("bytes", "Bytes of experts brought to the device.", counts.bytes),
         ("stall_seconds", "Waited for experts that were on their way.", counts.stall_s),
