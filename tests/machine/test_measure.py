@@ -72,15 +72,24 @@ def test_overheads_are_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench._expert_layer_seconds(device, 2.0, 7.0) == {"device": 7.0, "cpu": 7.0, "slots": 7.0}
 
 
-def test_each_product_leaves_cold_caches_and_what_that_takes_is_counted_by_pass() -> None:
+def test_each_product_leaves_cold_caches_and_what_that_takes_is_counted_by_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, read = itertools.count(), list[int]()
+
+    def zeros(nbytes: int, dtype: object) -> SimpleNamespace:
+        return SimpleNamespace(view=lambda _: SimpleNamespace(sum=lambda: read.append(nbytes)))
+
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    monkeypatch.setattr(bench, "np", SimpleNamespace(zeros=zeros, uint8=None, float64=None))
     norm, first, second = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
     model = nn.Sequential(norm, first, second)
     passes = bench._evicting(model)
     assert [len(module._forward_hooks) for module in (norm, first, second)] == [0, 1, 1]
     for _ in range(3):
         model(torch.ones(1, 8))
-    assert len(passes) == 3
-    assert all(seconds > 0 for seconds in passes)
+    assert passes == [2.0, 2.0, 2.0], "two products, and each is read after for a second"
+    assert read == 6 * [16 << 20]
 
 
 def test_a_step_is_taken_without_what_cools_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
