@@ -48,7 +48,7 @@ _EXPERT_WAYS: dict[str, dict[str, Any]] = {
 
 
 def measure_machine(device: Device, folder: Path, progress: Callable[[str], None] | None = None) -> MachineReport:
-    """Measure `device`, its link, the CPU beside it and the disk under `folder`; takes some twenty seconds.
+    """Measure `device`, its link, the CPU beside it and the disk under `folder`; takes twenty to thirty seconds.
 
     Raises OSError where nothing can be written into `folder`, CapacityError where too little memory is left to measure
     in; both before anything is measured.

@@ -24,7 +24,7 @@ def command(
     json_output: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
 ) -> None:
-    """Measure what this machine does, and keep it for planning. Some twenty seconds."""
+    """Measure what this machine does, and keep it for planning. Twenty to thirty seconds."""
     settings = resolve(None, engine={"device": device})
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder", hint="--folder names the one in which models lie")
